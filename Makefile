@@ -1,0 +1,80 @@
+# Two commands are enough on a fresh machine with Python 3.10 or newer and a C++ compiler:
+#   make demo    set up, run the main job, print what happened
+#   make test    set up, run linters, types and the fast tier of tests
+#
+# TORCH=...  what to install when .venv has no torch 2.11 or newer yet. On a machine without a GPU a CPU build is smaller
+#            by gigabytes; point PIP_INDEX_URL at an index that has one, or make .venv yourself with any torch in it.
+# PYTHON=... which Python makes .venv.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.10 python3; do \
+	$$p -c 'import sys, venv; sys.exit(sys.version_info < (3, 10))' >/dev/null 2>&1 && echo $$p && break; done)
+PYTEST := $(BIN)/python -m pytest
+PYTHON_SOURCES := torch_autokern benchmarks tests setup.py
+CPP_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
+
+.PHONY: help setup demo test lint test-fast test-long bench format clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
+
+$(STAMPS)/torch:
+	@test -n "$(PYTHON)" || { echo "make: no Python 3.10 or newer with venv on PATH; set PYTHON=/path/to/python3" >&2; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	mkdir -p $(STAMPS)
+	$(PIP) install --quiet 'setuptools>=77' wheel ninja
+	$(BIN)/python -c 'import sys, torch; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null \
+		|| $(PIP) install '$(TORCH)'
+	touch $@
+
+# The extension is built against the torch in .venv; a change in csrc/ builds it again.
+$(STAMPS)/package: $(STAMPS)/torch pyproject.toml setup.py $(CPP_SOURCES)
+	$(PIP) install --quiet --no-build-isolation -e '.[dev]'
+	touch $@
+
+$(STAMPS)/demo: $(STAMPS)/package
+	$(PIP) install --quiet --no-build-isolation -e '.[dev,demo]'
+	touch $@
+
+setup: $(STAMPS)/package ## install everything that the tests need into .venv
+
+demo: $(STAMPS)/demo ## the main job: a real model, stock, recorded, warmed, optimised; writes demo.json
+	$(BIN)/autokern demo --json demo.json
+
+test: lint test-fast ## linters, types, import direction, and the fast tier of tests
+
+lint: $(STAMPS)/package ## ruff, mypy, clang-format; nothing is changed
+	$(BIN)/ruff check $(PYTHON_SOURCES)
+	$(BIN)/ruff format --check $(PYTHON_SOURCES)
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES)
+
+test-fast: $(STAMPS)/package ## the fast tier of tests alone
+	$(PYTEST) -m "not long and not cuda"
+
+test-long: $(STAMPS)/demo ## the rest of the tests
+	$(PYTEST) -m "long and not cuda"
+
+bench: $(STAMPS)/demo ## measurements, written as JSON to benchmarks/results/
+	mkdir -p benchmarks/results
+	$(BIN)/python -m benchmarks.import_time --json benchmarks/results/import_time.json
+	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json
+	$(BIN)/autokern demo --json benchmarks/results/demo.json
+
+format: $(STAMPS)/package ## let ruff and clang-format rewrite the sources
+	$(BIN)/ruff check --fix $(PYTHON_SOURCES)
+	$(BIN)/ruff format $(PYTHON_SOURCES)
+	$(BIN)/clang-format -i $(CPP_SOURCES)
+
+clean: ## remove .venv, builds and caches of tools (never the kernel store)
+	rm -rf $(VENV) build dist *.egg-info torch_autokern/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis demo.json
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,227 @@
+// One call's arguments, read in schema order into a key, with the gates that need no table. Never touches data.
+#pragma once
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <c10/core/ScalarType.h>
+
+#include <array>
+#include <optional>
+
+#include "key.h"
+#include "ops.h"
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+namespace autokern {
+
+constexpr size_t kMaxTensors = 6;
+
+// What a plain tensor may have in its key set; anything more is a subclass, a wrapper, a lazy view, or another layout.
+inline bool is_plain(const at::Tensor& t) {
+  using c10::DispatchKey;
+  static const uint64_t allowed =
+      (c10::DispatchKeySet(DispatchKey::CPU) | c10::DispatchKeySet(DispatchKey::CUDA) |
+       c10::DispatchKeySet(DispatchKey::AutogradCPU) | c10::DispatchKeySet(DispatchKey::AutogradCUDA) |
+       c10::DispatchKeySet(DispatchKey::AutocastCPU) | c10::DispatchKeySet(DispatchKey::AutocastCUDA) |
+       c10::DispatchKeySet(DispatchKey::ADInplaceOrView))
+          .raw_repr();
+  return (t.key_set().raw_repr() & ~allowed) == 0;
+}
+
+inline bool flushes_denormals() {
+#if defined(__x86_64__)
+  constexpr unsigned kFlushToZero = 1u << 15, kDenormalsAreZero = 1u << 6;
+  return (_mm_getcsr() & (kFlushToZero | kDenormalsAreZero)) != 0;
+#elif defined(__aarch64__)
+  uint64_t fpcr = 0;
+  asm("mrs %0, fpcr" : "=r"(fpcr));
+  return fpcr >> 24 & 1;
+#else
+  return false;
+#endif
+}
+
+class Call {
+ public:
+  explicit Call(size_t family) : family_(family) {}
+
+  const Key& key() const { return key_; }
+  Miss miss() const { return miss_; }
+  bool has_out() const { return out_; }
+  const at::Tensor& out() const { return *out_; }
+  bool needs_grad() const { return needs_grad_; }
+  const std::array<void*, kMaxTensors>& inputs() const { return inputs_; }
+  size_t input_count() const { return tensor_count_; }
+  const at::Tensor& first() const { return *first_; }
+
+  // Schema order. Overloads by type: what a new op's schema adds, this list must know.
+  void add(const at::Tensor& t) {
+    if (!t.defined()) {
+      add_absent();
+      return;
+    }
+    needs_grad_ = needs_grad_ || t.requires_grad();
+    if (!admit(t)) {
+      return;
+    }
+    if (tensor_count_ < kMaxTensors) {
+      ranges_[tensor_count_] = storage_range(t);
+      inputs_[tensor_count_] = const_cast<void*>(t.const_data_ptr());
+    }
+    ++tensor_count_;
+    key_.tensor(t);
+  }
+  void add(const std::optional<at::Tensor>& t) {
+    if (t.has_value()) {
+      add(*t);
+    } else {
+      add_absent();
+    }
+  }
+  void add(at::Tensor& out) { out_ = &out; } // `out`: not part of the words, checked by check_out
+  void add(int64_t value) {
+    if (int_is_dimension(family_) && first_ && value < 0) {
+      value += std::max<int64_t>(first_->dim(), 1);
+    }
+    key_.word(static_cast<uint64_t>(value));
+  }
+  void add(bool value) { key_.word(value ? 1 : 0); }
+  void add(double value) { key_.number(value); }
+  void add(const at::Scalar& value) {
+    if (value.isComplex() || value.isSymbolic()) {
+      set(Miss::kDtype);
+    } else {
+      key_.number(value.toDouble());
+    }
+  }
+  void add(at::ScalarType value) { key_.word(static_cast<uint64_t>(value)); }
+  void add(std::optional<at::ScalarType> value) {
+    key_.word(static_cast<uint64_t>(value.value_or(at::ScalarType::Undefined)));
+  }
+  void add(c10::SymIntArrayRef values) {
+    key_.word(values.size());
+    for (const auto& value : values) {
+      const auto plain = value.maybe_as_int();
+      if (!plain) {
+        set(Miss::kSubclass);
+        return;
+      }
+      key_.word(static_cast<uint64_t>(*plain));
+    }
+  }
+  void add(std::array<bool, 3> values) {
+    key_.word(values.size());
+    for (const bool value : values) {
+      key_.word(value ? 1 : 0);
+    }
+  }
+
+  // Writes the header and closes the key.
+  void finish() {
+    if (key_.overflowed()) {
+      set(Miss::kRank);
+    }
+    if (miss_ != Miss::kNone || !first_) {
+      set(Miss::kSubclass); // keeps an earlier reason
+      return;
+    }
+    const bool cuda = first_->is_cuda();
+    const uint64_t place = cuda ? first_->get_device() : at::get_num_threads();
+    uint64_t flags = 0;
+    if (!cuda && flushes_denormals()) {
+      flags |= kFlagFlushDenormal;
+    }
+    if (!at::globalContext().userEnabledMkldnn()) {
+      flags |= kFlagNoMkldnn;
+    }
+    if (uses_matmul_precision(family_) && first_->scalar_type() == at::kFloat) {
+      flags |= matmul_precision(cuda) << kPrecisionShift;
+    }
+    key_.set_header(family_ | (cuda ? uint64_t{1} : 0) << 8 | flags << 16 | place << 32);
+  }
+
+  bool out_overlaps_input() const {
+    const Range out = storage_range(*out_);
+    for (size_t i = 0; i < tensor_count_ && i < kMaxTensors; ++i) {
+      if (ranges_[i].begin < out.end && out.begin < ranges_[i].end) {
+        return true;
+      }
+    }
+    return false;
+  }
+
+ private:
+  struct Range {
+    uintptr_t begin = 0, end = 0;
+  };
+
+  static Range storage_range(const at::Tensor& t) {
+    const auto begin = reinterpret_cast<uintptr_t>(t.storage().data());
+    return {begin, begin + t.storage().nbytes()};
+  }
+
+  void set(Miss reason) {
+    if (miss_ == Miss::kNone) {
+      miss_ = reason;
+    }
+  }
+
+  void add_absent() {
+    if (tensor_count_ < kMaxTensors) {
+      inputs_[tensor_count_] = nullptr;
+    }
+    ++tensor_count_;
+    key_.word(0);
+  }
+
+  bool admit(const at::Tensor& t) {
+    if (!is_plain(t)) {
+      set(t.layout() == at::kStrided ? Miss::kSubclass : Miss::kLayout);
+    } else if (t.scalar_type() > at::kBFloat16 || !(kKeyDtypes >> static_cast<int>(t.scalar_type()) & 1)) {
+      set(Miss::kDtype);
+    } else if (t.dim() > kMaxRank) {
+      set(Miss::kRank);
+    } else if (t.numel() == 0) {
+      set(Miss::kEmpty);
+    } else if (first_ && t.device() != first_->device()) {
+      set(Miss::kDevice);
+    } else {
+      first_ = first_ ? first_ : &t;
+      return true;
+    }
+    return false;
+  }
+
+  // After torch.backends...fp32_precision was assigned, the older getters raise; this one may too on some builds.
+  uint64_t matmul_precision(bool cuda) {
+    try {
+      const auto backend = cuda ? at::Float32Backend::CUDA : at::Float32Backend::MKLDNN;
+      switch (at::globalContext().float32Precision(backend, at::Float32Op::MATMUL)) {
+        case at::Float32Precision::TF32:
+          return 1;
+        case at::Float32Precision::BF16:
+          return 2;
+        default: // unset means IEEE for matmul
+          return 0;
+      }
+    } catch (const std::exception&) {
+      set(Miss::kFlagUnreadable);
+      return 0;
+    }
+  }
+
+  size_t family_;
+  Key key_;
+  Miss miss_ = Miss::kNone;
+  const at::Tensor* first_ = nullptr;
+  const at::Tensor* out_ = nullptr;
+  size_t tensor_count_ = 0;
+  bool needs_grad_ = false;
+  std::array<void*, kMaxTensors> inputs_{};
+  std::array<Range, kMaxTensors> ranges_{};
+};
+
+} // namespace autokern

@@ -1,0 +1,47 @@
+// The kernel that was installed before ours, callable without boxing.
+//
+// c10::SafeKernelFunction is the only handle that PyTorch gives out for a registered kernel, and it offers a boxed call
+// only. Boxing costs 0.1 us for softmax and 0.4 us for native_layer_norm, more than a whole decided miss may. The
+// KernelFunction inside has the unboxed call, and its token says whether the owner took the kernel away; both are read
+// here through the one door that C++ leaves open to private members, an explicit instantiation. Names checked in
+// torch 2.11 and 2.13; another layout fails to compile, never at run time.
+#pragma once
+
+#include <ATen/core/boxing/KernelFunction.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace autokern {
+
+template <class Tag, typename Tag::type kMember>
+struct Door {
+  friend typename Tag::type open(Tag) { return kMember; }
+};
+
+struct KernelMember {
+  using type = c10::KernelFunction c10::SafeKernelFunction::*;
+  friend type open(KernelMember);
+};
+struct TokenMember {
+  using type = std::shared_ptr<c10::KernelToken> c10::SafeKernelFunction::*;
+  friend type open(TokenMember);
+};
+template struct Door<KernelMember, &c10::SafeKernelFunction::kernel_>;
+template struct Door<TokenMember, &c10::SafeKernelFunction::token_>;
+
+class CapturedKernel {
+ public:
+  explicit CapturedKernel(c10::SafeKernelFunction safe) : safe_(std::move(safe)) {}
+
+  bool is_valid() const { return (safe_.*open(TokenMember{}))->isValid(); }
+  const std::string& registered_at() const { return safe_.debug(); }
+
+  template <class Result, class... Args>
+  Result call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Args... args) const {
+    return (safe_.*open(KernelMember{})).template call<Result, Args...>(op, keys, std::forward<Args>(args)...);
+  }
+
+ private:
+  c10::SafeKernelFunction safe_;
+};
+
+} // namespace autokern

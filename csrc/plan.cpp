@@ -1,0 +1,120 @@
+#include "plan.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
+#include <c10/core/CPUAllocator.h>
+#include <c10/util/Exception.h>
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstring>
+
+#include "pool.h"
+
+namespace autokern {
+namespace {
+
+void write_all(int fd, const std::string& bytes) {
+  size_t done = 0;
+  while (done < bytes.size()) {
+    const ssize_t n = ::write(fd, bytes.data() + done, bytes.size() - done);
+    if (n < 0 && errno == EINTR) {
+      continue;
+    }
+    TORCH_CHECK(n > 0, "autokern: cannot write a kernel library to memory: ", std::strerror(errno));
+    done += static_cast<size_t>(n);
+  }
+}
+
+// The descriptor is never closed: a closed number is reused, and dlopen takes "/proc/self/fd/N" for the library that
+// it already has under that name.
+int sealed_memory_file(const std::string& bytes) {
+  const int fd = ::memfd_create("autokern", MFD_CLOEXEC | MFD_ALLOW_SEALING);
+  TORCH_CHECK(fd >= 0, "autokern: memfd_create failed: ", std::strerror(errno));
+  write_all(fd, bytes);
+  const int seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
+  TORCH_CHECK(::fcntl(fd, F_ADD_SEALS, seals) == 0, "autokern: cannot seal: ", std::strerror(errno));
+  return fd;
+}
+
+} // namespace
+
+std::shared_ptr<Library> Library::load(const std::string& bytes, const std::string& identity) {
+  const std::string path = "/proc/self/fd/" + std::to_string(sealed_memory_file(bytes));
+  void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+  TORCH_CHECK(handle, "autokern: cannot load a kernel library: ", ::dlerror());
+  const auto library = std::shared_ptr<Library>(new Library(handle));
+  const auto* seen = static_cast<const char*>(library->symbol("autokern_identity"));
+  TORCH_CHECK(
+      std::strncmp(seen, identity.c_str(), identity.size() + 1) == 0,
+      "autokern: loaded library is not the one that was verified (expected identity ", identity, ")");
+  return library;
+}
+
+void* Library::symbol(const std::string& name) const {
+  void* address = ::dlsym(handle_, name.c_str());
+  TORCH_CHECK(address, "autokern: kernel library does not export ", name);
+  return address;
+}
+
+bool TensorLayout::matches(const at::Tensor& t) const {
+  return present && t.scalar_type() == dtype && t.sizes() == at::IntArrayRef(sizes) &&
+         t.strides() == at::IntArrayRef(strides);
+}
+
+void Plan::check() const {
+  for (const CpuStep& step : steps) {
+    TORCH_CHECK(step.args.size() <= kMaxPointers, "autokern: too many pointers in a step");
+    for (const PointerArg& arg : step.args) {
+      const size_t limit = arg.kind == PointerArg::Kind::kInput    ? input_count
+                           : arg.kind == PointerArg::Kind::kOutput ? outputs.size()
+                                                                   : workspaces.size();
+      TORCH_CHECK(arg.index < limit, "autokern: a step points to argument ", arg.index, " of ", limit);
+    }
+  }
+}
+
+std::vector<at::Tensor> Plan::allocate_outputs(bool pooled) const {
+  std::vector<at::Tensor> result;
+  result.reserve(outputs.size());
+  c10::Allocator* allocator = pooled ? pool_allocator() : c10::GetCPUAllocator();
+  for (const TensorLayout& layout : outputs) {
+    if (!layout.present) {
+      result.emplace_back();
+      continue;
+    }
+    result.emplace_back(
+        at::detail::empty_strided_generic(
+            layout.sizes, layout.strides, allocator, c10::DispatchKeySet(c10::DispatchKey::CPU), layout.dtype));
+  }
+  return result;
+}
+
+void Plan::run(void* const* inputs, void* const* output_addresses) const {
+  std::array<c10::DataPtr, 8> memory; // freed at return; MAX_WORKSPACES in runtime/plan.py is 8
+  for (size_t i = 0; i < workspaces.size(); ++i) {
+    memory.at(i) = c10::GetCPUAllocator()->allocate(workspaces[i].size_bytes);
+    if (workspaces[i].zeroed) {
+      std::memset(memory.at(i).get(), 0, workspaces[i].size_bytes);
+    }
+  }
+  for (const CpuStep& step : steps) {
+    std::array<void*, kMaxPointers> pointers;
+    for (size_t i = 0; i < step.args.size(); ++i) {
+      const PointerArg& arg = step.args[i];
+      void* start = arg.kind == PointerArg::Kind::kInput    ? inputs[arg.index]
+                    : arg.kind == PointerArg::Kind::kOutput ? output_addresses[arg.index]
+                                                            : memory[arg.index].get();
+      pointers[i] = start ? static_cast<char*>(start) + arg.offset_bytes : nullptr;
+    }
+    at::parallel_for(
+        0, step.range, step.grain, [&](int64_t begin, int64_t end) { step.entry(begin, end, pointers.data()); });
+  }
+}
+
+} // namespace autokern

@@ -1,0 +1,77 @@
+// What one thread carries through the router: its scope, its counters, the table it is reading, and which autograd
+// nodes its optimised forwards created. States are linked once, reused by later threads, and never freed, so readers
+// need no lock.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+
+#include "key.h"
+
+namespace autokern {
+
+class Table;
+
+constexpr size_t kOpCount = 10;
+
+// What a scope admits, packed so that it is read in one load. 0: not active.
+struct Policy {
+  uint32_t bits = 0;
+  static constexpr uint32_t kActive = 1;
+  static constexpr uint32_t kStrict = 8;
+
+  static Policy make(uint32_t accuracy, bool strict) { return {kActive | accuracy << 1 | (strict ? kStrict : 0)}; }
+  bool active() const { return bits & kActive; }
+  bool strict() const { return bits & kStrict; }
+  uint32_t accuracy() const { return bits >> 1 & 3; } // 0 exact, 1 stock, 2 tolerance
+};
+
+// One optimised model or one enabled() block. Shared with backward passes that may outlive it; never freed (16 bytes).
+struct Scope {
+  std::atomic<uint32_t> policy{0};
+  Policy load() const { return {policy.load(std::memory_order_relaxed)}; }
+};
+
+// Bounded log of the autograd sequence numbers [from, to) that scopes covered on one thread, in the order of `to`.
+class IntervalRing {
+ public:
+  void push(uint64_t from, uint64_t to, Scope* scope);
+  Scope* find(uint64_t sequence) const; // any thread; null when unknown or overwritten
+
+ private:
+  static constexpr uint64_t kCapacity = 4096;
+  struct Interval {
+    std::atomic<uint64_t> from{0}, to{0};
+    std::atomic<Scope*> scope{nullptr};
+  };
+  Interval& at(uint64_t index) const { return slots_.load(std::memory_order_acquire)[index % kCapacity]; }
+  std::atomic<Interval*> slots_{nullptr}; // made at the first push
+  std::atomic<uint64_t> head_{0};
+};
+
+struct ThreadState {
+  std::atomic<const Table*> reading{nullptr};
+  std::atomic<uint64_t> thread_id{0}; // at::RecordFunction::currentThreadId, as autograd nodes keep it
+  std::atomic<bool> in_use{false};
+  Scope* scope = nullptr;
+  uint32_t depth = 0; // > 0 inside a captured kernel or a plan
+  std::array<std::array<std::atomic<uint64_t>, static_cast<size_t>(Miss::kCount)>, kOpCount> counts{};
+  IntervalRing ring;
+  ThreadState* next = nullptr;
+
+  void count(size_t op, Miss reason) {
+    auto& cell = counts[op][static_cast<size_t>(reason)];
+    cell.store(cell.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed); // only the owner writes
+  }
+};
+
+ThreadState& thread_state();
+ThreadState* first_thread_state(); // head of the list of all states ever made
+
+// The scope whose forward created the autograd node that is running on this thread, if any.
+Scope* scope_of_current_node();
+extern std::atomic<bool> any_interval; // false until the first interval is recorded: spares the node look-up
+void record_interval(ThreadState& state, uint64_t from, uint64_t to, Scope* scope);
+
+} // namespace autokern

@@ -1,0 +1,340 @@
+"""What people write: `optimize`, `restore`, `enabled`, `enable`, `disable`, `record`, `warm`, `explain`, `stats`, `empty_cache`."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_args, overload
+
+import torch
+from torch import nn
+
+from torch_autokern import config
+from torch_autokern.errors import InvalidInputError, StrictModeError
+from torch_autokern.ops import SPECS
+from torch_autokern.ops.spec import op_index
+from torch_autokern.runtime.extension import extension, extension_state
+from torch_autokern.runtime.session import Session, accuracy_code, session
+from torch_autokern.runtime.target import local_target
+from torch_autokern.store.record import AccuracyClass
+from torch_autokern.store.workload import SCHEMA, Workload, WorkloadEntry, load_workload
+
+if TYPE_CHECKING:
+    from torch_autokern.report.explanation import Explanation
+    from torch_autokern.report.statistics import Stats
+    from torch_autokern.search.loop import WarmReport
+
+ModelT = TypeVar("ModelT", bound=nn.Module)
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+_STRICT_PREFIX = "autokern strict mode:"
+_SLOT = "_compiled_call_impl"  # nn.Module calls it instead of `_call_impl`, and drops it on deepcopy and pickle
+
+
+class AutokernWarning(UserWarning):
+    """Said once: nothing is replaced here, and why."""
+
+
+class ScopedCall:
+    """Runs a callable inside a scope: op calls in it, and in the backward of what it computed, are served.
+
+    An instance sits in an optimised model's `_compiled_call_impl` slot.
+    """
+
+    def __init__(self, inner: Callable[..., Any], native_scope: Any) -> None:
+        self.inner = inner
+        self.native_scope = native_scope
+        self._enter = native_scope.enter
+        self._leave = native_scope.leave
+        self._may_be_replicated = torch.cuda.device_count() > 1 if torch.cuda.is_available() else False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self.inner(*args, **kwargs)
+        inner = self._inner_of_replica() if self._may_be_replicated else self.inner
+        token = self._enter()
+        try:
+            return inner(*args, **kwargs)
+        except RuntimeError as error:
+            if str(error).startswith(_STRICT_PREFIX):
+                raise StrictModeError(str(error).splitlines()[0]) from None
+            raise
+        finally:
+            self._leave(token)
+
+    def _inner_of_replica(self) -> Callable[..., Any]:
+        """DataParallel copies the slot into each replica; the copy must run the replica, which is the caller's `self`."""
+        caller = sys._getframe(2).f_locals.get("self")
+        if isinstance(caller, nn.Module) and getattr(caller, "_is_replica", False):
+            return caller._call_impl
+        return self.inner
+
+
+_warned: set[str] = set()
+_warned_lock = threading.Lock()
+
+
+def _warn_once(message: str) -> None:
+    with _warned_lock:
+        if message in _warned:
+            return
+        _warned.add(message)
+    warnings.warn(message, AutokernWarning, stacklevel=3)
+
+
+def _checked(accuracy: str) -> AccuracyClass:
+    if accuracy not in get_args(AccuracyClass):
+        raise InvalidInputError(f"accuracy={accuracy!r}; expected one of {', '.join(get_args(AccuracyClass))}")
+    return accuracy  # type: ignore[return-value]
+
+
+def _usable_session() -> Session | None:
+    """The session when kernels can be served here; else None, after one warning that says why."""
+    current = session()
+    if current.unavailable:
+        _warn_once(f"torch_autokern serves nothing: {current.unavailable}")
+        return None
+    return current
+
+
+def _new_scope(accuracy: str, strict: bool | None) -> Any:
+    scope = extension().Scope()
+    scope.set(accuracy_code(_checked(accuracy)), config.strict() if strict is None else strict)
+    return scope
+
+
+@overload
+def optimize(target: ModelT, *, accuracy: str = "stock", strict: bool | None = None) -> ModelT: ...
+@overload
+def optimize(target: FunctionT, *, accuracy: str = "stock", strict: bool | None = None) -> FunctionT: ...
+
+
+def optimize(target: Any, *, accuracy: str = "stock", strict: bool | None = None) -> Any:
+    """Serve verified kernels in a model's forward and in the backward of what it computed; everything else stays stock.
+
+    Args:
+        target: an `nn.Module`, changed in place and returned (class, parameters, hooks, `state_dict` and saved bytes stay as
+            they are; `deepcopy` and `pickle` give a stock model), or a function, for which a wrapper is returned.
+        accuracy: the weakest class admitted. "exact": bitwise equal to stock; "stock": error against float64 no worse than
+            stock's; "tolerance": also records proved to a stated atol and rtol only.
+        strict: raise where a call is not served. None: as AUTOKERN_STRICT says.
+
+    Calling it again replaces the earlier choice. `restore` undoes it. Not served: `model.forward(...)` called directly, and
+    a compiled function that calls the model from outside; use `enable` for those.
+
+    Raises:
+        InvalidInputError: an unknown accuracy class, or a target that is neither module nor callable.
+    """
+    _checked(accuracy)
+    if isinstance(target, nn.Module):
+        return _optimize_module(target, accuracy, strict)
+    if not callable(target):
+        raise InvalidInputError(f"optimize() takes a module or a function, got {type(target).__name__}")
+    current = _usable_session()
+    if current is None:
+        return target
+    scoped = ScopedCall(target, _new_scope(accuracy, strict))
+    current.add_user(scoped)
+
+    @functools.wraps(target)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return scoped(*args, **kwargs)
+
+    return wrapper
+
+
+def _optimize_module(model: nn.Module, accuracy: str, strict: bool | None) -> nn.Module:
+    current = _usable_session()
+    if current is None:
+        return model
+    restore(model)
+    inner = getattr(model, _SLOT) or model._call_impl
+    scoped = ScopedCall(inner, _new_scope(accuracy, strict))
+    current.add_user(scoped)
+    setattr(model, _SLOT, scoped)
+    if not current.loaded:
+        where = current.store.write_root or "memory"
+        _warn_once(
+            f"no verified kernel for this machine in {where}: every call runs stock until one is found "
+            "(autokern record -- python your_script.py, then autokern warm)"
+        )
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Take `optimize` back: the model's calls, and backward passes still to come, are stock. Harmless when not optimised."""
+    scoped = model.__dict__.get(_SLOT)
+    if isinstance(scoped, ScopedCall):
+        scoped.native_scope.end()
+        if scoped.inner == model._call_impl:
+            delattr(model, _SLOT)
+        else:
+            setattr(model, _SLOT, scoped.inner)  # what model.compile() had put there
+        session().remove_user(scoped)
+    return model
+
+
+def is_optimized(model: nn.Module) -> bool:
+    """Whether calls of this very module are served (a copy of an optimised model is not)."""
+    return isinstance(model.__dict__.get(_SLOT), ScopedCall)
+
+
+@contextmanager
+def enabled(*, accuracy: str = "stock", strict: bool | None = None) -> Iterator[None]:
+    """Serve op calls of this thread inside the block, and the backward of what it computed."""
+    _checked(accuracy)
+    current = _usable_session()
+    if current is None:
+        yield
+        return
+    current.open_block()
+    scoped = ScopedCall(_run_block, _new_scope(accuracy, strict))
+    token = scoped.native_scope.enter()
+    try:
+        yield
+    except RuntimeError as error:
+        if str(error).startswith(_STRICT_PREFIX):
+            raise StrictModeError(str(error).splitlines()[0]) from None
+        raise
+    finally:
+        scoped.native_scope.leave(token)
+        current.close_block()
+
+
+def _run_block() -> None:
+    """`enabled` runs its block between enter and leave; there is nothing to call."""
+
+
+class _Process:
+    """Stands for the whole process among the session's users."""
+
+
+_process = _Process()
+
+
+def enable(*, accuracy: str = "stock", strict: bool | None = None) -> None:
+    """Serve op calls of the whole process, every thread, from now on. Calling it again changes the policy."""
+    code = accuracy_code(_checked(accuracy))
+    current = _usable_session()
+    if current is not None:
+        current.add_user(_process)
+        extension().set_process_policy(True, code, config.strict() if strict is None else strict)
+
+
+def disable() -> None:
+    """Take `enable` back. Optimised models stay optimised. Harmless when not enabled."""
+    if extension_state().module is not None:
+        extension().set_process_policy(False, 0, False)
+        session().remove_user(_process)
+
+
+class Recording:
+    """What `record()` yields. `workload()` may be asked inside the block and after it."""
+
+    def __init__(self) -> None:
+        self._started = time.perf_counter()
+        self._ended: float | None = None
+        self._rows: list[Any] | None = None
+
+    def _stop(self) -> None:
+        self._ended = time.perf_counter()
+        self._rows = extension().recorded_keys()
+
+    def workload(self) -> Workload:
+        """Keys by falling time, with calls and stock's time in each."""
+        rows = extension().recorded_keys() if self._rows is None else self._rows
+        wall = (self._ended or time.perf_counter()) - self._started
+        by_index = {spec.index: spec for spec in SPECS.values()}
+        entries = [
+            WorkloadEntry(by_index[op_index(words)].decode(words, output_words), calls, seconds * 1e6, out_calls)
+            for words, output_words, calls, out_calls, seconds in rows
+        ]
+        entries.sort(key=lambda entry: (-entry.stock_time_us, entry.key.digest))
+        target = local_target()
+        return Workload(SCHEMA, torch.__version__, target.name, target.threads, wall * 1e6, tuple(entries))
+
+
+_recording_lock = threading.Lock()
+
+
+@contextmanager
+def record() -> Iterator[Recording]:
+    """Note which keys the process asks for inside the block (all threads), and how long each call takes.
+
+    Raises:
+        InvalidInputError: another recording is on.
+        ExtensionError: there is no usable extension, so no call can be seen.
+    """
+    native = extension()
+    if not _recording_lock.acquire(blocking=False):
+        raise InvalidInputError("a recording is on already in this process; end it before starting another")
+    current = session()
+    current.open_block()
+    try:
+        native.install()  # the kill switch stops serving, not recording
+        native.recorder_clear()
+        native.set_recording(True)
+        recording = Recording()
+        try:
+            yield recording
+        finally:
+            native.set_recording(False)
+            recording._stop()
+    finally:
+        current.close_block()
+        _recording_lock.release()
+
+
+def warm(workload: Workload | str | Path, *, budget: float | None = None, accuracy: str = "stock", **options: Any) -> WarmReport:
+    """Search kernels for a recorded workload and store what is proved; running it again continues.
+
+    Args:
+        workload: a `Workload`, or the path of one.
+        budget: minutes; None: until every key was tried.
+        accuracy: the class to prove.
+        options: see `torch_autokern.search.loop.warm`.
+    """
+    from torch_autokern.search.loop import warm as search
+
+    loaded = workload if isinstance(workload, Workload) else load_workload(Path(workload))
+    current = session()
+    report = search(
+        loaded,
+        budget_seconds=None if budget is None else budget * 60,
+        store=current.store,
+        accuracy=_checked(accuracy),
+        **options,
+    )
+    current.refresh()
+    return report
+
+
+def explain(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanation:
+    """Call `target(*args, **kwargs)` once and say, for every op call of ours in it, which kernel serves it, or else the first
+    failed condition of each candidate record; and what ran that is not ours, with its share of the time."""
+    from torch_autokern.report.explanation import explain_call
+
+    return explain_call(target, args, kwargs, record=record, is_optimized=is_optimized)
+
+
+def stats() -> Stats:
+    """Calls, hits, misses by reason, and time saved net of our own cost, since the process started or `reset_stats`."""
+    from torch_autokern.report.statistics import collect
+
+    return collect(session())
+
+
+def empty_cache() -> None:
+    """Give back the pages that the output pool keeps."""
+    if extension_state().module is not None:
+        extension().pool_empty()
+
+
+def refresh() -> int:
+    """Read the store again and swap the table; returns the number of keys it serves. Calls go on meanwhile."""
+    return session().refresh()

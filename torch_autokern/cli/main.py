@@ -1,0 +1,49 @@
+"""`autokern`: the commands put together. Nothing heavy is imported until a command runs."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from torch_autokern import __version__
+from torch_autokern.cli import cache, demo, doctor, explain, record, shell, stats, warm
+
+app = typer.Typer(
+    name="autokern",
+    help="Verified kernels for PyTorch: record what a model asks for, warm the store, see what is served.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    """Verified kernels for PyTorch: record what a model asks for, warm the store, see what is served."""
+
+
+app.command("record", context_settings=record.CONTEXT)(record.record)
+app.command("warm")(warm.warm)
+app.command("explain")(explain.explain)
+app.command("stats")(stats.stats)
+app.add_typer(cache.app, name="cache")
+app.command("doctor")(doctor.doctor)
+app.command("demo")(demo.demo)
+
+
+def main() -> None:
+    """Entry point of the command."""
+    shell.run(app)
+
+
+if __name__ == "__main__":
+    main()

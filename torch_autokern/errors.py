@@ -1,0 +1,47 @@
+"""One class per mistake. Each message says what was seen, what was expected and what to run."""
+
+from __future__ import annotations
+
+
+class AutokernError(Exception):
+    """Root of every error this package raises on purpose; never raised inside an op call unless strict mode is on."""
+
+
+class InvalidInputError(AutokernError):
+    """A person or a file gave something unusable: a missing file, a wrong schema, an unknown op, a bad value."""
+
+
+class RecordError(AutokernError):
+    """The bytes of a record are not a whole, canonical, hash-true record."""
+
+
+class PlanError(AutokernError):
+    """A launch plan breaks the closed vocabulary or a limit."""
+
+
+class StoreError(AutokernError):
+    """A store folder cannot be written, and the caller asked for a durable write."""
+
+
+class ExtensionError(AutokernError):
+    """The C++ extension is missing, or was built for another torch."""
+
+
+class ToolchainError(AutokernError):
+    """No usable compiler was found on this machine."""
+
+
+class BuildError(AutokernError):
+    """A candidate did not compile, or its library breaks a static rule. Carries the compiler's words."""
+
+
+class BoxError(AutokernError):
+    """The box that untrusted code must run in could not be set up at the level that was asked for."""
+
+
+class JudgeError(AutokernError):
+    """The judge itself could not reach a verdict (not the candidate's fault)."""
+
+
+class StrictModeError(AutokernError):
+    """Strict mode: a call inside an optimised scope was not served by a verified kernel."""

@@ -1,0 +1,155 @@
+"""Input sets: every tensor of a key, filled by a family, in memory with the key's exact layout (`memory.py`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from torch_autokern.errors import InvalidInputError
+from torch_autokern.judge.families import FILL, Draw, Family, fill_parameter
+from torch_autokern.judge.memory import INPUT_GUARD, Placement, Region, allocate, same_bits
+from torch_autokern.ops import SPECS
+from torch_autokern.ops.spec import OpSpec
+from torch_autokern.store.key import KernelKey, TensorKey
+
+_SUPPORTED = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class InputSet:
+    """The tensor arguments of one call, None for absent ones, and the memory they live in."""
+
+    regions: tuple[Region | None, ...]
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """Arguments in schema order."""
+        return tuple(None if region is None else region.tensor for region in self.regions)
+
+    def snapshot(self) -> tuple[torch.Tensor | None, ...]:
+        """A copy of every byte around and in the tensors."""
+        return tuple(None if region is None else region.whole.clone() for region in self.regions)
+
+    def unchanged_since(self, snapshot: tuple[torch.Tensor | None, ...]) -> bool:
+        """Whether every byte, guard zones included, is still what `snapshot` holds."""
+        pairs = zip(self.regions, snapshot, strict=True)
+        return all(region is None or same_bits(region.whole, saved) for region, saved in pairs if saved is not None)
+
+    def copy_from(self, other: InputSet) -> None:
+        """Take over the values of another set of the same key."""
+        for mine, theirs in zip(self.regions, other.regions, strict=True):
+            if mine is not None and theirs is not None:
+                _writable(mine.tensor).copy_(_writable(theirs.tensor))
+
+
+def families_for(spec: OpSpec, key: KernelKey) -> tuple[Family, ...]:
+    """Families that mean something for this op; integers only where the op is a sum of products."""
+    return tuple(family for family in Family if family is not Family.INTEGERS or spec.uses_matmul_precision)
+
+
+def check_supported(key: KernelKey) -> str | None:
+    """Why the judge cannot judge this key, or None. float64 has no wider truth here."""
+    dtypes = {t.dtype for t in (*key.tensors, *key.outputs) if t is not None}
+    strange = sorted(dtypes - set(_SUPPORTED))
+    if strange:
+        return f"dtype {', '.join(strange)} cannot be judged against float64; supported: {', '.join(_SUPPORTED)}"
+    if any(0 in t.sizes for t in (*key.tensors, *key.outputs) if t is not None):
+        return "a tensor without elements is served by stock, no kernel is needed"
+    if key.device_type != "cpu":
+        return f"device {key.device_type} is not judged by the CPU runner"
+    return None
+
+
+def make_inputs(
+    spec: OpSpec, key: KernelKey, family: Family, generator: torch.Generator, placement: Placement = "heap"
+) -> InputSet:
+    """Draw one trial.
+
+    The result has the key's strides, alignment (no better in about half of the draws) and dtypes, with NaN in every gap and
+    guard zone. Parameters are random; tensors that stock derives from others (a softmax's output in its backward, mean and
+    rstd) are derived by stock.
+    """
+    regions = tuple(None if layout is None else allocate(layout, placement, INPUT_GUARD, generator) for layout in key.tensors)
+    inputs = InputSet(regions)
+    shared_seed = int(torch.randint(0, 2**62, (), generator=generator))
+    for index, region in enumerate(regions):
+        if region is None or index in _derived(spec):
+            continue
+        target = _writable(region.tensor)
+        direct = target.dtype == torch.float32 and target.is_contiguous()
+        work = target if direct else torch.empty(target.shape, dtype=torch.float32)
+        if index in spec.parameters:
+            fill_parameter(work, generator)
+        else:
+            _fill(spec, key, family, index, work, generator, shared_seed)
+        if not direct:
+            target.copy_(work)
+    _derive(spec, key, inputs)
+    return inputs
+
+
+def reduced_of(spec: OpSpec, key: KernelKey, index: int) -> tuple[int, ...]:
+    """Reduced dimensions of data tensor `index`: those of the op, and the last but one of a product's right operand."""
+    layout = key.tensors[index]
+    if layout is None:
+        raise InvalidInputError(f"{spec.name}: tensor {index} is absent in this key")
+    if spec.uses_matmul_precision and index == len(key.tensors) - 1:
+        return (len(layout.sizes) - 2,)
+    return spec.reduced_dims(key)
+
+
+def _fill(
+    spec: OpSpec, key: KernelKey, family: Family, index: int, work: torch.Tensor, generator: torch.Generator, shared_seed: int
+) -> None:
+    layout = key.tensors[index]
+    assert layout is not None
+    draw = Draw(
+        out=work,
+        reduced=reduced_of(spec, key, index),
+        dtype=getattr(torch, layout.dtype),
+        generator=generator,
+        shared=torch.Generator().manual_seed(shared_seed),
+        second=spec.uses_matmul_precision and index == len(key.tensors) - 1,
+        product=spec.uses_matmul_precision,
+    )
+    FILL[family](draw)
+
+
+def _derived(spec: OpSpec) -> tuple[int, ...]:
+    return {"_softmax_backward_data": (1,), "_log_softmax_backward_data": (1,), "native_layer_norm_backward": (2, 3)}.get(
+        spec.name, ()
+    )
+
+
+def _derive(spec: OpSpec, key: KernelKey, inputs: InputSet) -> None:
+    """Overwrite derived tensors with what stock's forward would have saved."""
+    tensors = inputs.tensors
+    if spec.name in ("_softmax_backward_data", "_log_softmax_backward_data"):
+        grad, output = tensors
+        assert grad is not None and output is not None
+        forward = torch.softmax if spec.name == "_softmax_backward_data" else torch.log_softmax
+        _writable(output).copy_(forward(torch.nan_to_num(grad.roll(1, 0)), int(key.scalars["dim"])))  # type: ignore[arg-type]
+    elif spec.name == "native_layer_norm_backward":
+        shape = key.scalars["normalized_shape"]
+        _, mean, rstd = SPECS["native_layer_norm"].stock(
+            (tensors[1], None, None), {"normalized_shape": shape, "eps": 1e-5}
+        )
+        for index, value in ((2, mean), (3, rstd)):
+            saved = tensors[index]
+            assert saved is not None
+            _writable(saved).copy_(value)
+
+
+def _writable(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with stride-0 dimensions cut to size 1: every element once."""
+    sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+    return tensor.as_strided(sizes, tensor.stride())
+
+
+def layout_bytes(layout: TensorKey) -> int:
+    """Bytes of a tensor's distinct elements."""
+    count = getattr(torch, layout.dtype).itemsize
+    for size, stride in zip(layout.sizes, layout.strides, strict=True):
+        count *= size if stride else 1
+    return int(count)

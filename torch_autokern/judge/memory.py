@@ -1,0 +1,138 @@
+"""Memory that tells on a candidate: tensors with a key's exact layout inside guard zones, or against a page that traps.
+
+A `Region` holds one tensor. Guard zones and the gaps between strides hold a pattern; afterwards they must still hold it.
+In `page_end` and `page_start` placements the tensor ends (starts) at a page the process may not touch, so that one byte read
+or written beyond it ends the process; masked-off vector lanes do not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from torch_autokern.errors import JudgeError
+from torch_autokern.store.key import TensorKey
+
+Placement = Literal["heap", "aligned", "page_end", "page_start"]
+GUARD_BYTES = 4096
+INPUT_GUARD = 0xFF  # NaN in every floating dtype: a value that leaks in is seen
+OUTPUT_GUARD = 0xA6
+POISONS = (0x7F, 0xC1)  # 3.4e38 and -24.2 in float32
+_M_PERTURB = -6
+_PROT_NONE = 0
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True)
+class Region:
+    """One tensor and the bytes around it. `whole` covers everything the process may touch."""
+
+    tensor: torch.Tensor
+    whole: torch.Tensor
+    start: int
+    stop: int
+    guard: int
+    _owner: object
+
+    def guards_intact(self) -> bool:
+        """Whether the zones before and after the tensor hold their pattern."""
+        zones = (self.whole[: self.start], self.whole[self.stop :])
+        return all(bool((zone == self.guard).all()) for zone in zones if zone.numel())
+
+    def poison(self, byte: int) -> None:
+        """Fill the tensor's span, gaps included."""
+        self.whole[self.start : self.stop].fill_(byte)
+
+    def gaps_hold(self, byte: int) -> bool:
+        """Whether bytes between strided elements still hold `byte`; destroys the tensor's values."""
+        if is_dense(self.tensor):
+            return True
+        bits(self.tensor).fill_(int.from_bytes(bytes([byte]) * self.tensor.element_size(), "little", signed=True))
+        return bool((self.whole[self.start : self.stop] == byte).all())
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as integers of the same width, so that comparison is bitwise and NaN equals itself."""
+    kind = _BITS[tensor.element_size()]
+    if kind == torch.uint8 and tensor.dtype != torch.bool:
+        return tensor.view(torch.uint8)
+    return tensor.view(kind)
+
+
+def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Bitwise equality of two tensors of one dtype and shape."""
+    return torch.equal(bits(left), bits(right))
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill their span without gaps or overlaps."""
+    return span_elements(tuple(tensor.shape), tensor.stride()) == tensor.numel() and 0 not in tensor.stride()
+
+
+def span_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last one touched."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def allocate(layout: TensorKey, placement: Placement, guard: int, generator: torch.Generator) -> Region:
+    """A region with the sizes, strides and alignment of `layout`, on the `heap` no better aligned in about half of the draws.
+
+    `aligned` starts at 64 bytes, as torch's allocator does: for timing.
+    Guards and gaps hold `guard`; the tensor's own values are that pattern too.
+    """
+    dtype: torch.dtype = getattr(torch, layout.dtype)
+    size = span_elements(layout.sizes, layout.strides) * dtype.itemsize
+    step = layout.alignment_bytes
+    if placement in ("heap", "aligned"):
+        whole: torch.Tensor = torch.empty(size + 2 * GUARD_BYTES + 128, dtype=torch.uint8)
+        start = GUARD_BYTES + -(whole.data_ptr() + GUARD_BYTES) % 64
+        lanes = max(1, 64 // step)
+        lane = int(torch.randint(0, 2 * lanes, (), generator=generator))
+        start += lane % lanes * step if lane >= lanes and placement == "heap" else 0
+        owner: object = whole
+    else:
+        whole, owner = _trapped(size + GUARD_BYTES, placement)
+        start = whole.numel() - size if placement == "page_end" else 0
+        start -= start % step
+    if step < dtype.itemsize and (whole.data_ptr() + start) % dtype.itemsize == 0:
+        start += step if placement != "page_end" else -step
+    whole.fill_(guard)
+    tensor = _typed(whole, start, size, dtype).as_strided(layout.sizes, layout.strides)
+    return Region(tensor, whole, start, start + size, guard, owner)
+
+
+def _typed(whole: torch.Tensor, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
+    if not size:
+        return torch.empty(0, dtype=dtype)
+    view = (ctypes.c_ubyte * whole.numel()).from_address(whole.data_ptr())
+    return torch.frombuffer(view, dtype=dtype, offset=start, count=size // dtype.itemsize)
+
+
+def _trapped(size: int, placement: Placement) -> tuple[torch.Tensor, object]:
+    page = mmap.PAGESIZE
+    room = -(-size // page) * page
+    mapping = mmap.mmap(-1, room + page)
+    everything = torch.frombuffer(mapping, dtype=torch.uint8)
+    offset = room if placement == "page_end" else 0
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mprotect(ctypes.c_void_p(everything.data_ptr() + offset), ctypes.c_size_t(page), _PROT_NONE):
+        raise JudgeError(f"mprotect failed with errno {ctypes.get_errno()}: cannot place a trapping page")
+    return (everything[:room] if placement == "page_end" else everything[page:]), mapping
+
+
+def perturb_heap(byte: int) -> bool:
+    """Make glibc fill fresh heap blocks with the complement of `byte` (0: off), so that workspaces start poisoned.
+
+    Returns whether the C library can do it.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return False
+    return bool(mallopt(_M_PERTURB, byte))

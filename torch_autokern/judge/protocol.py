@@ -1,0 +1,147 @@
+"""What parent and runner say to each other: length-prefixed JSON over two pipes, typed on arrival, never pickle.
+
+Frame: u32 little-endian length, then that many bytes. The parent sends a `Job` and, as a second frame, the artifact's bytes;
+the runner answers with a run of messages that ends in `Finished` or `Refused`.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import struct
+import time
+
+import msgspec
+
+from torch_autokern.errors import JudgeError
+from torch_autokern.judge.measure import TimingReport, TimingRequest
+from torch_autokern.judge.outcome import Accuracy, Refusal
+from torch_autokern.judge.verify import FamilyReport
+from torch_autokern.runtime.plan import LaunchPlan
+from torch_autokern.store.key import KernelKey
+
+MAX_FRAME_BYTES = 64 << 20
+_LENGTH = struct.Struct("<I")
+
+
+class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One family with the seed that the parent drew for it."""
+
+    family: str
+    seed: int
+
+
+class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One candidate on one key. `state_seed`: also check repeats, thread counts and concurrent callers; None skips them."""
+
+    identity: str
+    plan: LaunchPlan
+    key: KernelKey
+    threads: int
+    accuracy: Accuracy
+    trials: tuple[Trial, ...]
+    state_seed: int | None
+    with_probes: bool
+    timing: TimingRequest | None
+    allow_weak_box: bool = False
+
+
+class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
+    """The runner is in its box."""
+
+    box_level: str
+
+
+class Entering(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="entering"):
+    """What the runner does next, and how long it may take before it counts as hung."""
+
+    phase: str
+    allowed_s: float
+
+
+class StateReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="state"):
+    """Check name to what passed."""
+
+    checks: dict[str, str]
+
+
+class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refused"):
+    """A rule without a measure was broken."""
+
+    refusal: Refusal
+
+
+class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="finished"):
+    """The job is done; the runner waits for the next one."""
+
+
+Message = Ready | Entering | FamilyReport | StateReport | TimingReport | Refused | Finished
+_DECODER = msgspec.json.Decoder(Message)
+_JOB_DECODER = msgspec.json.Decoder(Job)
+
+
+def write_frame(descriptor: int, body: bytes) -> None:
+    """Send one frame.
+
+    Raises:
+        BrokenPipeError: the other side is gone.
+    """
+    view = memoryview(_LENGTH.pack(len(body)) + body)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def send(descriptor: int, message: Message | Job) -> None:
+    """Send one message."""
+    write_frame(descriptor, msgspec.json.encode(message))
+
+
+def receive_job(descriptor: int) -> tuple[Job, bytes] | None:
+    """The runner's side: the next job with its artifact, None when the parent has closed the pipe."""
+    body = _read_frame(descriptor, None)
+    if body is None:
+        return None
+    binary = _read_frame(descriptor, None)
+    return None if binary is None else (_JOB_DECODER.decode(body), binary)
+
+
+def receive(descriptor: int, deadline: float) -> Message | None:
+    """The parent's side: the next message, None when the runner is gone.
+
+    Raises:
+        TimeoutError: `time.monotonic()` passed `deadline`.
+        JudgeError: bytes that are no message.
+    """
+    body = _read_frame(descriptor, deadline)
+    if body is None:
+        return None
+    try:
+        return _DECODER.decode(body)  # type: ignore[no-any-return]
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise JudgeError(f"the runner sent something that is no message ({error}); its results are not used") from error
+
+
+def _read_frame(descriptor: int, deadline: float | None) -> bytes | None:
+    head = _read(descriptor, _LENGTH.size, deadline)
+    if head is None:
+        return None
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise JudgeError(f"a frame of {length} bytes was announced; at most {MAX_FRAME_BYTES} are allowed")
+    return _read(descriptor, length, deadline)
+
+
+def _read(descriptor: int, length: int, deadline: float | None) -> bytes | None:
+    parts: list[bytes] = []
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_READ)
+        while length:
+            wait = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not selector.select(wait):
+                raise TimeoutError
+            part = os.read(descriptor, min(length, 1 << 20))
+            if not part:
+                return None
+            parts.append(part)
+            length -= len(part)
+    return b"".join(parts)

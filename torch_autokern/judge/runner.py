@@ -1,0 +1,102 @@
+"""The runner: a process that loads a candidate and runs it, and may die of it. Our code, the candidate's artifact.
+
+Started by `process.py`. It imports torch, enters the box, then takes jobs from its pipe until that closes. It decides nothing:
+seeds come from the parent, and numbers go back to it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from torch_autokern.build.box import enter_box
+from torch_autokern.errors import BoxError, PlanError
+from torch_autokern.judge import measure, protocol
+from torch_autokern.judge.accuracy import Task
+from torch_autokern.judge.families import Family
+from torch_autokern.judge.memory import Placement
+from torch_autokern.judge.outcome import Reason, Refusal, RefusedError
+from torch_autokern.judge.verify import CandidateCode, FamilyReport, check_family, check_state
+from torch_autokern.ops import SPECS
+from torch_autokern.runtime.kernel import load_cpu_kernel
+from torch_autokern.store.key import KernelKey
+
+_LARGE_BYTES = 64 << 20
+
+
+def main(arguments: list[str]) -> int:
+    """Serve jobs from descriptor `arguments[0]`, answer on `arguments[1]`; `arguments[2]` is "1" where a weak box is accepted."""
+    jobs, answers = int(arguments[0]), int(arguments[1])
+    cache_bytes = measure.last_level_cache_bytes()
+    try:
+        level = enter_box(readable=_readable(), allow_weak_box=arguments[2] == "1")
+    except BoxError as error:
+        protocol.send(answers, protocol.Refused(Refusal(Reason.BOX_REFUSED, str(error))))
+        return 0
+    protocol.send(answers, protocol.Ready(level))
+    while (received := protocol.receive_job(jobs)) is not None:
+        job, binary = received
+        try:
+            serve(job, lambda: load_cpu_kernel(binary, job.identity, job.plan, job.key), answers, cache_bytes)
+            protocol.send(answers, protocol.Finished())
+        except RefusedError as error:
+            protocol.send(answers, protocol.Refused(error.refusal))
+    return 0
+
+
+def serve(job: protocol.Job, load: Callable[[], CandidateCode], answers: int, cache_bytes: int) -> None:
+    """Run one job and send its reports.
+
+    Raises:
+        RefusedError: the candidate broke a rule.
+    """
+    task = Task(SPECS[job.key.op], job.key, job.accuracy)
+    _apply_flags(job.key, job.threads)
+
+    def notify(phase: str, allowed_s: float) -> None:
+        protocol.send(answers, protocol.Entering(phase, allowed_s))
+
+    notify("loading", 30.0)
+    try:
+        code = load()
+    except PlanError as error:
+        raise RefusedError(Refusal(Reason.BAD_PLAN, str(error))) from error
+    deterministic = True
+    for number, trial in enumerate(job.trials):
+        place = _placement(number, task)
+        report = check_family(task, code, Family(trial.family), trial.seed, place, notify, with_probes=job.with_probes)
+        deterministic = deterministic and report.deterministic
+        _answer(answers, report)
+    if job.state_seed is not None:
+        checks = check_state(task, code, job.state_seed, notify, deterministic=deterministic)
+        _answer(answers, protocol.StateReport(checks))
+    if job.timing is not None:
+        sides = measure.stock_side(task), measure.candidate_side(code)
+        _answer(answers, measure.measure(task, *sides, job.timing, notify, cache_bytes, deterministic=deterministic))
+
+
+def _answer(answers: int, message: FamilyReport | protocol.StateReport | measure.TimingReport) -> None:
+    protocol.send(answers, message)
+
+
+def _placement(number: int, task: Task) -> Placement:
+    """Trapping pages at the end of every third trial's buffers and at the start of another third; once each for large keys."""
+    turn = number if task.spec.bytes_moved(task.key) > _LARGE_BYTES else number % 3
+    return {0: "page_end", 1: "page_start"}.get(turn, "heap")  # type: ignore[return-value]
+
+
+def _apply_flags(key: KernelKey, threads: int) -> None:
+    torch.set_num_threads(threads)
+    torch.set_flush_denormal(key.flush_denormal)
+    torch.backends.mkldnn.set_flags(key.mkldnn)
+
+
+def _readable() -> list[Path]:
+    """What torch may still want to read lazily: its own folder, Python's, and the processor's description."""
+    paths = [Path(torch.__file__).parent, Path(os.__file__).parent, Path("/proc/self"), Path("/sys/devices/system/cpu")]
+    paths += [Path(entry) for entry in sys.path if entry]
+    return [path for path in dict.fromkeys(paths) if path.exists()]

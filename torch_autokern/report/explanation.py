@@ -1,0 +1,214 @@
+"""Which kernel serves a call, or why none does: `autokern.explain(...)` and `autokern explain`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import nn
+
+from torch_autokern.ops import SPECS
+from torch_autokern.runtime.extension import extension_state
+from torch_autokern.runtime.session import Session, session
+from torch_autokern.runtime.table import Regime, Servable, key_difference, ratio_low, refusal, winner
+from torch_autokern.runtime.target import local_target, stock_build
+from torch_autokern.store.key import KernelKey, TensorKey
+from torch_autokern.store.record import AccuracyClass, StoredRecord
+from torch_autokern.store.workload import Workload
+
+MAX_REFUSALS = 5
+MAX_UNTOUCHED = 20
+
+# Ops that hide work which people expect us to serve, and what to do about it.
+_NOT_OURS = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention fused by PyTorch (sdpa); its softmax and products are not"
+    " separate calls",
+    "aten::_scaled_dot_product_flash_attention": "attention fused by PyTorch (sdpa)",
+    "aten::_scaled_dot_product_efficient_attention": "attention fused by PyTorch (sdpa)",
+    "aten::_scaled_dot_product_cudnn_attention": "attention fused by PyTorch (sdpa)",
+    "aten::_transformer_encoder_layer_fwd": "the TransformerEncoder fast path is one op",
+    "aten::_native_multi_head_attention": "the MultiheadAttention fast path is one op",
+    "aten::_addmm_activation": "matmul fused with its activation by the TransformerEncoder fast path",
+    "aten::mkldnn_convolution": "convolution is not an op of ours",
+    "aten::mv": "matrix-vector products are not an op of ours",
+    "mkldnn::_linear_pointwise": "a frozen linear, fused by Inductor",
+}
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A record that was considered, and the first condition that it fails."""
+
+    record_id: str
+    why: str
+
+
+class KeyExplanation(msgspec.Struct, frozen=True):
+    """One key. `record_id` serves it ("" when none does), `ratio` as the judge measured it; `reason` is the miss in words and
+    `cure` the cheapest thing that would turn it into a hit."""
+
+    call: str
+    calls: int
+    time_us: float
+    share: float
+    record_id: str
+    ratio: float
+    reason: str
+    cure: str
+    refusals: tuple[Refusal, ...]
+
+
+class UntouchedOp(msgspec.Struct, frozen=True):
+    """An op that ran and is not ours, with its own time (children excluded) and its share of the whole."""
+
+    op: str
+    calls: int
+    time_us: float
+    share: float
+    why: str
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """One call of a model or function, taken apart. Shares are of `wall_time_us`."""
+
+    wall_time_us: float
+    keys: tuple[KeyExplanation, ...]
+    untouched: tuple[UntouchedOp, ...]
+    notes: tuple[str, ...]
+
+
+def summarise_key(key: KernelKey) -> str:
+    """A key in a line: "native_layer_norm f32[32, 38, 384] normalized_shape=(384,)"."""
+    tensors = ", ".join(_summarise_tensor(tensor) for tensor in key.tensors if tensor is not None)
+    shown = {"dim", "normalized_shape", "beta", "alpha", "output_mask"}
+    scalars = " ".join(f"{name}={value}" for name, value in key.scalars.items() if name in shown)
+    return f"{key.op} {tensors} {scalars}".strip()
+
+
+def _summarise_tensor(tensor: TensorKey) -> str:
+    dense = []
+    step = 1
+    for size in reversed(tensor.sizes):
+        dense.append(step)
+        step *= size
+    strides = "" if tensor.strides == tuple(reversed(dense)) else f" strides {list(tensor.strides)}"
+    return f"{tensor.dtype}{list(tensor.sizes)}{strides}"
+
+
+def explain_key(
+    key: KernelKey,
+    current: Session,
+    *,
+    policy: AccuracyClass = "stock",
+    regime: Regime = "eager",
+    threads: int | None = None,
+    records: Sequence[StoredRecord] | None = None,
+) -> tuple[Servable | None, tuple[Refusal, ...]]:
+    """The loaded kernel that serves a key under a policy, and for each other record of the op the first condition it fails."""
+    threads = torch.get_num_threads() if threads is None else threads
+    target, build = local_target(), stock_build()
+    fitting: list[Servable] = []
+    refusals: list[Refusal] = []
+    for stored in current.store.records() if records is None else records:
+        record = stored.record
+        if record.key.op != key.op:
+            continue
+        why = key_difference(key, record, threads)
+        if why is None:
+            why = refusal(record, current.store.notes(record.key.digest, stored.record_id), target, build)
+        if why is None and stored.record_id not in current.loaded:
+            why = current.load_failures.get(stored.record_id, "not loaded yet: call torch_autokern.refresh()")
+        if why is None and ratio_low(record, regime) is None:
+            why = f"not measured in the {regime} regime"
+        if why is None:
+            fitting.append(current.loaded[stored.record_id])
+        else:
+            refusals.append(Refusal(stored.record_id, why))
+    best = winner(fitting, regime, policy, deterministic=torch.are_deterministic_algorithms_enabled())
+    for servable in fitting:
+        if best is None:
+            refusals.append(Refusal(servable.record_id, f"its class {servable.record.verdict.accuracy_class} is not admitted"))
+    return best, tuple(refusals)
+
+
+class Recorded(Protocol):
+    """What a recording gives back."""
+
+    def workload(self) -> Workload: ...
+
+
+def explain_call(
+    target: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    record: Callable[[], AbstractContextManager[Recorded]],
+    is_optimized: Callable[[nn.Module], bool],
+) -> Explanation:
+    """Run `target` once under the recorder and the profiler, and explain what was seen."""
+    with record() as recording, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        target(*args, **kwargs)
+    workload = recording.workload()
+    events = [(e.key, e.count, e.self_cpu_time_total) for e in profile.key_averages()]
+    wall = sum(time for _, _, time in events) or 1.0
+    current = session()
+    current.refresh()
+    records = list(current.store.records())
+    keys = []
+    for entry in workload.entries:
+        regime: Regime = "compiled" if entry.out_calls == entry.calls else "eager"
+        best, refusals = explain_key(entry.key, current, regime=regime, records=records)
+        keys.append(_key_row(entry.key, entry.calls, entry.stock_time_us, wall, best, refusals, current))
+    return Explanation(wall, tuple(keys), _untouched(events, wall), _notes(target, is_optimized, current))
+
+
+def _key_row(
+    key: KernelKey,
+    calls: int,
+    time_us: float,
+    wall_us: float,
+    best: Servable | None,
+    refusals: tuple[Refusal, ...],
+    current: Session,
+) -> KeyExplanation:
+    record_id, ratio, reason, cure = "", 0.0, "", ""
+    if best is not None:
+        record_id = best.record_id
+        ratio = next((t.ratio for t in best.record.verdict.timings if t.regime == "eager"), 0.0)
+    else:
+        reason = current.unavailable or (refusals[0].why if refusals else "no record of this op in the store")
+        cure = "autokern record -- python your_script.py, then autokern warm WORKLOAD"
+    return KeyExplanation(
+        summarise_key(key), calls, time_us, time_us / wall_us, record_id, ratio, reason, cure, refusals[:MAX_REFUSALS]
+    )
+
+
+def _untouched(events: Sequence[tuple[str, int, float]], wall_us: float) -> tuple[UntouchedOp, ...]:
+    ours = {f"aten::{name}" for name in SPECS}
+    rows = [
+        UntouchedOp(name, count, time, time / wall_us, _NOT_OURS.get(name, "not an op of ours"))
+        for name, count, time in events
+        if name not in ours and time > 0
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.time_us)[:MAX_UNTOUCHED])
+
+
+def _notes(target: object, is_optimized: Callable[[nn.Module], bool], current: Session) -> tuple[str, ...]:
+    notes = []
+    if current.unavailable:
+        notes.append(f"nothing is served: {current.unavailable}")
+    native = extension_state().module
+    process_wide = native is not None and native.process_policy_active()
+    if isinstance(target, torch.nn.Module):
+        if not is_optimized(target) and not process_wide:
+            notes.append("this model is not optimised (a copy of an optimised model is stock): call optimize(model)")
+        if isinstance(target, torch.nn.DataParallel):
+            notes.append("DataParallel replicates the wrapped module; optimise the module inside it")
+        if hasattr(target, "_orig_mod"):
+            notes.append("a compiled wrapper calls the model from outside its scope: optimise the wrapper, or call enable()")
+    elif not process_wide:
+        notes.append("a function is served inside enabled(), after enable(), or when wrapped by optimize()")
+    return tuple(notes)
+

@@ -1,0 +1,116 @@
+"""From records to the router's table: which records may run here, and which one wins each slot.
+
+The choice is a function of the records, this target and this torch alone, so every process of a job chooses alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch_autokern.ops import SPECS
+from torch_autokern.store.key import KernelKey, Target
+from torch_autokern.store.notes import Notes
+from torch_autokern.store.record import AccuracyClass, KernelRecord
+
+Regime = Literal["eager", "compiled"]
+REGIMES: tuple[Regime, ...] = ("eager", "compiled")  # functional form, out form
+CLASSES: tuple[AccuracyClass, ...] = ("exact", "stock", "tolerance")  # each policy admits its own and those before it
+
+
+@dataclass(frozen=True)
+class Servable:
+    """A record that may run here, with its loaded kernel (the extension's object)."""
+
+    record_id: str
+    record: KernelRecord
+    native: Any
+
+
+def refusal(record: KernelRecord, notes: Notes, target: Target, stock_build: str) -> str | None:
+    """The first condition that keeps a record from running here, in words; None when it may run.
+
+    `target.threads` is not compared: the thread count is part of the key's words, so that it may change between calls.
+    """
+    if notes.quarantine is not None:
+        return f"quarantined: {notes.quarantine.reason}"
+    if notes.approval is not None and not notes.approval.approved:
+        return f"banned by {notes.approval.by}: {notes.approval.reason}"
+    made_for = record.target
+    if (made_for.device_type, made_for.arch) != (target.device_type, target.arch):
+        return f"made for {made_for.device_type} {made_for.arch}, this is {target.device_type} {target.arch}"
+    if any(
+        receipt.stock_build == stock_build and (receipt.target.name, receipt.target.arch) == (target.name, target.arch)
+        for receipt in notes.receipts
+    ):
+        return None
+    if made_for.name != target.name:
+        return f"proved faster on {made_for.name}, not yet on {target.name}: run autokern warm here"
+    if record.stock_build != stock_build:
+        return f"proved faster than torch {record.stock_build}, this is {stock_build}: run autokern warm here"
+    return None
+
+
+def key_difference(key: KernelKey, record: KernelRecord, threads: int) -> str | None:
+    """The first field in which a record's key differs from a call's, in words; None when the record fits the call."""
+    other = record.key
+    for name in ("op", "device_type", "scalars", "flush_denormal", "mkldnn", "matmul_precision"):
+        if getattr(key, name) != getattr(other, name):
+            return f"{name} is {getattr(key, name)}, the record proves {getattr(other, name)}"
+    for place, tensors, others in (("input", key.tensors, other.tensors), ("output", key.outputs, other.outputs)):
+        for index, (mine, theirs) in enumerate(zip(tensors, others, strict=False)):
+            if mine is None or theirs is None:
+                if mine is not theirs:
+                    return f"{place} {index} is {'absent' if mine is None else 'given'}, the record proves the opposite"
+                continue
+            for name in ("dtype", "sizes", "strides", "alignment_bytes"):
+                if getattr(mine, name) != getattr(theirs, name):
+                    return f"{place} {index}: {name} {getattr(mine, name)}, the record proves {getattr(theirs, name)}"
+    if record.target.device_type == "cpu" and record.target.threads != threads:
+        return f"{threads} threads, the record was proved faster with {record.target.threads}"
+    return None
+
+
+def ratio_low(record: KernelRecord, regime: Regime) -> float | None:
+    """Lower bound of the speed-up in a regime, None where it was not measured there."""
+    return max((timing.ratio_low for timing in record.verdict.timings if timing.regime == regime), default=None)
+
+
+def winner(servables: Iterable[Servable], regime: Regime, policy: AccuracyClass, *, deterministic: bool) -> Servable | None:
+    """The admitted record with the highest lower bound of its speed-up; equal bounds go to the smaller record id."""
+    admitted = CLASSES[: CLASSES.index(policy) + 1]
+    best: tuple[float, Servable] | None = None
+    for servable in sorted(servables, key=lambda s: s.record_id):
+        verdict = servable.record.verdict
+        bound = ratio_low(servable.record, regime)
+        if bound is None or verdict.accuracy_class not in admitted:
+            continue
+        if deterministic and verdict.determinism == "not_guaranteed":
+            continue
+        if best is None or bound > best[0]:
+            best = (bound, servable)
+    return best[1] if best else None
+
+
+Row = tuple[tuple[int, ...], list[tuple[int, int, int, Any]]]
+
+
+def build_rows(servables: Sequence[Servable], device_index: int = 0) -> list[Row]:
+    """Rows for the extension's `set_table`: a key's words, and (regime, class, deterministic, kernel) for each filled slot."""
+    by_words: dict[tuple[int, ...], list[Servable]] = {}
+    for servable in servables:
+        key = servable.record.key
+        place = servable.record.target.threads if key.device_type == "cpu" else device_index
+        by_words.setdefault(SPECS[key.op].encode(key, place), []).append(servable)
+    rows: list[Row] = []
+    for words, group in sorted(by_words.items()):
+        slots = []
+        for regime_index, regime in enumerate(REGIMES):
+            for class_index, policy in enumerate(CLASSES):
+                for deterministic in (False, True):
+                    best = winner(group, regime, policy, deterministic=deterministic)
+                    if best is not None:
+                        slots.append((regime_index, class_index, int(deterministic), best.native))
+        rows.append((words, slots))
+    return rows

@@ -1,0 +1,182 @@
+"""What both LayerNorm templates share: the layout of a call, and the C++ for moments and for applying them.
+
+Variance is two-pass and corrected (Chan, Golub, LeVeque 1983, eq. 1.7): with any m0 near the mean and d = x - m0,
+``mean = m0 + sum d / n`` and ``M2 = sum d^2 - (sum d)^2 / n``. Constant rows come out with a variance of exactly 0 although m0
+carries the rounding of a plain sum. The mean is applied in two parts, ``(x - high) * rstd - low * rstd``, so that a large offset
+costs no accuracy. Rows that float cannot carry (overflow, underflow without eps, NaN, infinities) are redone in double.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch_autokern.runtime.plan import InputArg, OutputArg, PointerArg
+from torch_autokern.search.templates.layout import Loop, dense_tensors, distinct_elements, loops_over, offset, steps_in
+from torch_autokern.store.key import KernelKey, TensorKey
+
+
+@dataclass(frozen=True)
+class NormLayout:
+    """`length` neighbouring elements are normalised, once per step of `outer` (strides of input, mean, rstd, output)."""
+
+    length: int
+    outer: tuple[Loop, ...]
+    eps: float
+    has_weight: bool
+    has_bias: bool
+
+    @property
+    def rows(self) -> int:
+        """Number of independent rows."""
+        return steps_in(self.outer)
+
+    @property
+    def args(self) -> tuple[PointerArg, ...]:
+        """Pointers in the order that the C++ expects: x, weight, bias, y, mean, rstd."""
+        return (InputArg(0), InputArg(1), InputArg(2), OutputArg(0), OutputArg(1), OutputArg(2))
+
+
+def norm_layout(key: KernelKey) -> NormLayout | None:
+    """Layout of a float32 LayerNorm on a CPU whose normalised elements are neighbours; None for any other call."""
+    if key.op != "native_layer_norm" or key.device_type != "cpu" or not dense_tensors(key, ("float32",)):
+        return None
+    shape = key.scalars["normalized_shape"]
+    x, weight, bias = key.tensors
+    y, mean, rstd = key.outputs
+    if x is None or y is None or mean is None or rstd is None or not isinstance(shape, tuple) or not shape:
+        return None
+    if not all(distinct_elements(t) for t in (y, mean, rstd)) or len(mean.sizes) != len(x.sizes):
+        return None
+    first = len(x.sizes) - len(shape)
+    inner = range(first, len(x.sizes))
+    if not (_one_run(x, inner) and _one_run(y, inner)):
+        return None
+    if any(t is not None and not _one_run(t, range(len(shape))) for t in (weight, bias)):
+        return None
+    length = 1
+    for size in shape:
+        length *= int(size)
+    outer = loops_over(range(first), (x, mean, rstd, y))
+    return NormLayout(length, outer, float(key.scalars["eps"]), weight is not None, bias is not None)  # type: ignore[arg-type]
+
+
+def _one_run(tensor: TensorKey, dims: range) -> bool:
+    loops = loops_over(dims, (tensor,))
+    return not loops or (len(loops) == 1 and loops[0].strides == (1,))
+
+
+_CODE = """
+constexpr int64_t D = @D@;
+constexpr double EPS = @EPS@;
+constexpr bool HAS_WEIGHT = @WEIGHT@, HAS_BIAS = @BIAS@, STREAM = @STREAM@;
+constexpr int U = @U@;
+AK_INLINE int64_t x_offset(int64_t row) { return @X@; }
+AK_INLINE int64_t mean_offset(int64_t row) { return @MEAN@; }
+AK_INLINE int64_t rstd_offset(int64_t row) { return @RSTD@; }
+AK_INLINE int64_t y_offset(int64_t row) { return @Y@; }
+struct moments {
+  double mean, m2;  // m2: sum of squared distances from the mean
+};
+__attribute__((noinline, cold)) moments moments_in_double(const float* x, int64_t n) {
+  double sum = 0, d1 = 0, d2 = 0;
+  for (int64_t i = 0; i < n; i++) sum += (double)x[i];
+  const double mean = sum / (double)n;
+  for (int64_t i = 0; i < n; i++) {
+    const double d = (double)x[i] - mean;
+    d1 += d;
+    d2 += d * d;
+  }
+  return {mean + d1 / (double)n, d2 - d1 * d1 / (double)n};
+}
+// Calls f(offset, vector) on N elements in a fixed order: U independent chains, then single vectors, then the part that is left.
+template <int64_t N, class F>
+AK_INLINE void each(const float* x, vf fill, F f) {
+  constexpr int64_t WHOLE = N / (U * L) * (U * L), VECTORS = N / L * L;
+  for (int64_t i = 0; i < WHOLE; i += U * L)
+    AK_UNROLL for (int u = 0; u < U; u++) f(u, ak_load(x + i + u * L));
+  AK_UNROLL for (int u = 0; u < (int)((VECTORS - WHOLE) / L); u++) f(u, ak_load(x + WHOLE + u * L));
+  if (N % L) f(0, ak_load_part<N % L ? N % L : 1>(x + VECTORS, fill));
+}
+AK_INLINE vf join(vf* s) {
+  AK_UNROLL for (int step = U / 2; step > 0; step /= 2)
+    AK_UNROLL for (int u = 0; u < step; u++) s[u] += s[u + step];
+  return s[0];
+}
+template <int64_t N>
+AK_INLINE moments moments_of(const float* x) {
+  vf s[U] = {};
+  each<N>(x, vf{}, [&](int u, vf v) __attribute__((always_inline)) { s[u] += v; });
+  const vf m0 = ak_reduce_all(join(s), ak_op_sum{}) * (float)(1.0 / (double)N);
+  vf d1[U] = {}, d2[U] = {};
+  each<N>(x, m0, [&](int u, vf v) __attribute__((always_inline)) {
+    const vf d = v - m0;
+    d1[u] += d;
+    d2[u] += d * d;
+  });
+  const double s1 = (double)ak_reduce(join(d1), ak_op_sum{}), s2 = (double)ak_reduce(join(d2), ak_op_sum{});
+  const double shift = s1 * (1.0 / (double)N);
+  const double m2 = s2 - s1 * shift;
+  if (!(s2 < 1e37) || (EPS < 1e-20 && !(m2 > 1e-25))) return moments_in_double(x, N);
+  return {(double)m0[0] + shift, m2 > 0 ? m2 : 0};
+}
+struct statistics {
+  double mean, rstd;
+  AK_INLINE_MEMBER bool fits_float() const { return rstd > 1e-30 && rstd < 1e30 && mean > -1e30 && mean < 1e30; }
+};
+AK_INLINE statistics statistics_of(moments m) { return {m.mean, 1.0 / __builtin_sqrt(m.m2 * (1.0 / (double)D) + EPS)}; }
+__attribute__((noinline, cold)) void apply_in_double(const float* x, const float* w, const float* b, float* y, int64_t n,
+                                                     statistics s) {
+  for (int64_t i = 0; i < n; i++) {
+    double v = ((double)x[i] - s.mean) * s.rstd;
+    if (HAS_WEIGHT) v *= (double)w[i];
+    if (HAS_BIAS) v += (double)b[i];
+    y[i] = (float)v;
+  }
+}
+template <int64_t N>
+AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, statistics s) {
+  if (!s.fits_float()) return apply_in_double(x, w, b, y, N, s);
+  constexpr int64_t WHOLE = N / (U * L) * (U * L), VECTORS = N / L * L;
+  constexpr int TAIL = N % L, PART = TAIL ? TAIL : 1;
+  const float high_part = (float)s.mean;
+  const vf high = ak_splat(high_part), rstd = ak_splat((float)s.rstd);
+  const vf low = ak_splat((float)(((double)high_part - s.mean) * s.rstd));
+  auto at = [&](int64_t i) __attribute__((always_inline)) {
+    vf v = (ak_load(x + i) - high) * rstd + low;
+    if (HAS_WEIGHT && HAS_BIAS) return v * ak_load(w + i) + ak_load(b + i);
+    if (HAS_WEIGHT) return v * ak_load(w + i);
+    return HAS_BIAS ? v + ak_load(b + i) : v;
+  };
+  if (STREAM && VECTORS) {
+    // The first and the last vector are stored unaligned; what lies between starts at a vector boundary.
+    const int64_t first = (int64_t)((0 - (uintptr_t)y / 4) % L);
+    ak_store(y, at(0));
+    for (int64_t i = first; i + L <= N; i += L) ak_stream(y + i, at(i));
+    ak_store(y + N - L, at(N - L));
+    return;
+  }
+  for (int64_t i = 0; i < WHOLE; i += U * L)
+    AK_UNROLL for (int u = 0; u < U; u++) ak_store(y + i + u * L, at(i + u * L));
+  AK_UNROLL for (int u = 0; u < (int)((VECTORS - WHOLE) / L); u++) ak_store(y + WHOLE + u * L, at(WHOLE + u * L));
+  if (TAIL) {
+    vf v = (ak_load_part<PART>(x + VECTORS, vf{}) - high) * rstd + low;
+    if (HAS_WEIGHT) v = v * ak_load_part<PART>(w + VECTORS, vf{});
+    if (HAS_BIAS) v = v + ak_load_part<PART>(b + VECTORS, vf{});
+    ak_store_part<PART>(y + VECTORS, v);
+  }
+}
+"""
+
+
+def norm_code(layout: NormLayout, unroll: int, stream: bool) -> str:
+    """C++ text (inside the anonymous namespace) with `moments_of<N>`, `statistics_of` and `apply<N>` for one layout."""
+    values = {
+        "D": layout.length, "EPS": repr(layout.eps), "U": unroll, "STREAM": str(stream).lower(),
+        "WEIGHT": str(layout.has_weight).lower(), "BIAS": str(layout.has_bias).lower(),
+        "X": offset(layout.outer, 0, "row"), "MEAN": offset(layout.outer, 1, "row"),
+        "RSTD": offset(layout.outer, 2, "row"), "Y": offset(layout.outer, 3, "row"),
+    }  # fmt: skip
+    code = _CODE.replace("AK_INLINE_MEMBER", "inline __attribute__((always_inline))")
+    for name, value in values.items():
+        code = code.replace(f"@{name}@", str(value))
+    return code

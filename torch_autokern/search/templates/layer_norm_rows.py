@@ -1,0 +1,42 @@
+"""LayerNorm with one row at a time in cache: mean, corrected variance and result in three passes."""
+
+from __future__ import annotations
+
+from torch_autokern.build.candidate import Candidate
+from torch_autokern.runtime.plan import PLAN_VERSION, CpuStep, LaunchPlan
+from torch_autokern.search.templates.cpp_common import AUTHOR, END, STREAM_BYTES, entry, grain_of, prelude, vector_widths
+from torch_autokern.search.templates.layer_norm_common import NormLayout, norm_code, norm_layout
+from torch_autokern.store.key import KernelKey, Target
+
+NAME = "layer_norm_rows"
+
+_ENTRY = """  const float *x = (const float*)pointers[0], *w = (const float*)pointers[1], *b = (const float*)pointers[2];
+  float *y = (float*)pointers[3], *mean = (float*)pointers[4], *rstd = (float*)pointers[5];
+  for (int64_t row = begin; row < end; row++) {
+    const float* px = x + x_offset(row);
+    const statistics s = statistics_of(moments_of<D>(px));
+    apply<D>(px, w, b, y + y_offset(row), s);
+    mean[mean_offset(row)] = (float)s.mean;
+    rstd[rstd_offset(row)] = (float)s.rstd;
+  }
+  if (STREAM) ak_stream_fence();
+"""
+
+
+def rows(layout: NormLayout, width: int, unroll: int, stream: bool) -> Candidate:
+    """One row at a time, `unroll` (a power of two) independent sums; `stream`: results bypass the cache."""
+    source = prelude(width) + norm_code(layout, unroll, stream) + END + entry("run", _ENTRY)
+    plan = LaunchPlan(PLAN_VERSION, (CpuStep("run", layout.rows, grain_of(layout.length), layout.args),))
+    idea = f"Three passes over a cached row, {unroll} independent sums; {'streaming' if stream else 'plain'} stores."
+    return Candidate("cpp", source, plan, idea, AUTHOR, NAME, {"width": width, "unroll": unroll, "stream": stream})
+
+
+def propose(key: KernelKey, target: Target) -> list[Candidate]:
+    """Candidates for rows of neighbouring elements, best guess first; else []."""
+    layout = norm_layout(key)
+    if layout is None:
+        return []
+    streams = (True, False) if 4 * layout.length * layout.rows > STREAM_BYTES else (False,)
+    widths = vector_widths(target)
+    shapes = [(widths[0], 4), (widths[0], 8), (widths[-1], 8)]
+    return [rows(layout, width, unroll, stream) for stream in streams for width, unroll in dict.fromkeys(shapes)]

@@ -1,0 +1,229 @@
+"""Softmax and log-softmax over a dimension whose elements are neighbours in memory.
+
+Two kernels. `short_rows`: the whole row stays in vector registers between its one load and its one store, four rows at a time so
+that the two horizontal reductions and the division are shared. `long_rows`: three passes over a row that stays in cache.
+"""
+
+from __future__ import annotations
+
+from torch_autokern.build.candidate import Candidate
+from torch_autokern.runtime.plan import PLAN_VERSION, CpuStep, InputArg, LaunchPlan, OutputArg
+from torch_autokern.search.templates.cpp_common import (
+    AUTHOR,
+    END,
+    L2_BYTES,
+    STREAM_BYTES,
+    entry,
+    grain_of,
+    prelude,
+    registers,
+    vector_widths,
+)
+from torch_autokern.search.templates.layout import offset, steps_in
+from torch_autokern.search.templates.softmax_layout import SoftmaxLayout, softmax_layout
+from torch_autokern.store.key import KernelKey, Target
+
+SHORT = "softmax_short_rows"
+LONG = "softmax_long_rows"
+
+_SHORT_BODY = """
+constexpr int64_t D = @D@;
+constexpr int R = @R@;
+constexpr int V = (D + L - 1) / L;
+constexpr int TAIL = D % L;
+AK_INLINE int64_t x_offset(int64_t row) { return @X@; }
+AK_INLINE int64_t y_offset(int64_t row) { return @Y@; }
+AK_INLINE vf load_part_or_all(const float* p, int v) {
+  if (TAIL && v == V - 1) return ak_load_part<TAIL ? TAIL : 1>(p + v * L, ak_splat(-INF));
+  return ak_load(p + v * L);
+}
+AK_INLINE void store_part_or_all(float* p, int v, vf value) {
+  if (TAIL && v == V - 1) ak_store_part<TAIL ? TAIL : 1>(p + v * L, value);
+  else ak_store(p + v * L, value);
+}
+AK_INLINE void spread(vf q, vf* out) {
+  out[0] = ak_pick<0>(q);
+  if (R > 1) out[1 % R] = ak_pick<1>(q);
+  if (R > 2) out[2 % R] = ak_pick<2>(q);
+  if (R > 3) out[3 % R] = ak_pick<3>(q);
+}
+AK_INLINE void rows_at(const float* x, float* y, const int64_t* row) {
+  vf e[R][V], m[R], s[R];
+  AK_UNROLL for (int r = 0; r < R; r++) {
+    const float* p = x + x_offset(row[r]);
+    AK_UNROLL for (int v = 0; v < V; v++) e[r][v] = load_part_or_all(p, v);
+    m[r] = e[r][0];
+    AK_UNROLL for (int v = 1; v < V; v++) m[r] = ak_max(e[r][v], m[r]);
+    m[r] = ak_max(m[r], ak_splat(-INF));
+  }
+  spread(ak_reduce4(m[0], m[1 % R], m[2 % R], m[3 % R], ak_op_max{}), m);
+  AK_UNROLL for (int r = 0; r < R; r++) {
+    s[r] = vf{};
+    AK_UNROLL for (int v = 0; v < V; v++) {
+      vf d = e[r][v] - m[r];
+      vf w = TAIL && TAIL <= L / 2 && v == V - 1 ? ak_exp_low(d) : ak_exp(d);
+      e[r][v] = LOG ? d : w;
+      s[r] += w;
+    }
+  }
+  vf q = ak_reduce4(s[0], s[1 % R], s[2 % R], s[3 % R], ak_op_sum{});
+  if (LOG) {
+    AK_UNROLL for (int r = 0; r < R; r++) q[r] = (float)log((double)q[r]);
+    AK_UNROLL for (int r = 0; r < R; r++) s[r] = ak_splat(q[r]);
+  } else {
+    spread(1.0f / q, s);
+  }
+  AK_UNROLL for (int r = 0; r < R; r++) {
+    float* p = y + y_offset(row[r]);
+    AK_UNROLL for (int v = 0; v < V; v++) store_part_or_all(p, v, LOG ? e[r][v] - s[r] : e[r][v] * s[r]);
+  }
+}
+"""
+
+_SHORT_ENTRY = """  const float* x = (const float*)pointers[0];
+  float* y = (float*)pointers[1];
+  for (int64_t first = begin; first < end; first += R) {
+    int64_t row[R];
+    // The last group repeats the last row: same values to the same place.
+    for (int r = 0; r < R; r++) row[r] = first + r < end ? first + r : end - 1;
+    rows_at(x, y, row);
+  }
+"""
+
+_LONG_BODY = """
+constexpr int64_t D = @D@;
+constexpr int U = @U@;
+constexpr bool STREAM = @STREAM@;
+constexpr bool RECOMPUTE = @RECOMPUTE@;
+constexpr int64_t BLOCK = (int64_t)U * L;
+constexpr int64_t WHOLE = D / BLOCK * BLOCK;
+constexpr int64_t VECTORS = D / L * L;
+constexpr int TAIL = D % L;
+constexpr int PART = TAIL ? TAIL : 1;
+AK_INLINE int64_t x_offset(int64_t row) { return @X@; }
+AK_INLINE int64_t y_offset(int64_t row) { return @Y@; }
+AK_INLINE float row_max(const float* x) {
+  vf m[U];
+  AK_UNROLL for (int u = 0; u < U; u++) m[u] = ak_splat(-INF);
+  for (int64_t i = 0; i < WHOLE; i += BLOCK)
+    AK_UNROLL for (int u = 0; u < U; u++) m[u] = ak_max(ak_load(x + i + u * L), m[u]);
+  for (int64_t i = WHOLE; i < VECTORS; i += L) m[0] = ak_max(ak_load(x + i), m[0]);
+  if (TAIL) m[0] = ak_max(ak_load_part<PART>(x + VECTORS, ak_splat(-INF)), m[0]);
+  AK_UNROLL for (int u = 1; u < U; u++) m[0] = ak_max(m[u], m[0]);
+  return ak_reduce(m[0], ak_op_max{});
+}
+// Sum of exp(x - m); leaves the exponentials in y unless they are computed again later. Partial sums of 64 steps keep the
+// rounding error of a long row near that of a short one.
+AK_INLINE float row_sum(const float* x, float* y, vf m) {
+  constexpr bool KEEP = !LOG && !RECOMPUTE;
+  vf total = {};
+  for (int64_t outer = 0; outer < WHOLE; outer += 64 * BLOCK) {
+    const int64_t stop = outer + 64 * BLOCK < WHOLE ? outer + 64 * BLOCK : WHOLE;
+    vf s[U] = {};
+    for (int64_t i = outer; i < stop; i += BLOCK)
+      AK_UNROLL for (int u = 0; u < U; u++) {
+        vf e = ak_exp(ak_load(x + i + u * L) - m);
+        if (KEEP) ak_store(y + i + u * L, e);
+        s[u] += e;
+      }
+    AK_UNROLL for (int u = 1; u < U; u++) s[0] += s[u];
+    total += s[0];
+  }
+  for (int64_t i = WHOLE; i < VECTORS; i += L) {
+    vf e = ak_exp(ak_load(x + i) - m);
+    if (KEEP) ak_store(y + i, e);
+    total += e;
+  }
+  if (TAIL) {
+    vf e = ak_exp(ak_load_part<PART>(x + VECTORS, ak_splat(-INF)) - m);
+    if (KEEP) ak_store_part<PART>(y + VECTORS, e);
+    total += e;
+  }
+  return ak_reduce(total, ak_op_sum{});
+}
+AK_INLINE vf result(vf in, vf m, vf s) {
+  if (LOG) return (in - m) - s;
+  return RECOMPUTE ? ak_exp(in - m) * s : in * s;
+}
+AK_INLINE void row_write(const float* x, float* y, vf m, vf s) {
+  const float* in = LOG || RECOMPUTE ? x : y;
+  if (STREAM && VECTORS) {
+    // The first and the last vector are stored unaligned; what lies between starts at a vector boundary.
+    int64_t i = (int64_t)((0 - (uintptr_t)y / 4) % L);
+    const vf first = result(ak_load(in), m, s);
+    const vf last = result(ak_load(in + D - L), m, s);
+    for (; i + L <= D; i += L) ak_stream(y + i, result(ak_load(in + i), m, s));
+    ak_store(y, first);
+    ak_store(y + D - L, last);
+    return;
+  }
+  for (int64_t i = 0; i < WHOLE; i += BLOCK)
+    AK_UNROLL for (int u = 0; u < U; u++) ak_store(y + i + u * L, result(ak_load(in + i + u * L), m, s));
+  for (int64_t i = WHOLE; i < VECTORS; i += L) ak_store(y + i, result(ak_load(in + i), m, s));
+  if (TAIL) ak_store_part<PART>(y + VECTORS, result(ak_load_part<PART>(in + VECTORS, vf{}), m, s));
+}
+"""
+
+_LONG_ENTRY = """  const float* x = (const float*)pointers[0];
+  float* y = (float*)pointers[1];
+  for (int64_t row = begin; row < end; row++) {
+    const float* px = x + x_offset(row);
+    float* py = y + y_offset(row);
+    const vf m = ak_splat(row_max(px));
+    const float sum = row_sum(px, py, m);
+    row_write(px, py, m, ak_splat(LOG ? (float)log((double)sum) : 1.0f / sum));
+  }
+  if (STREAM) ak_stream_fence();
+"""
+
+
+def _plan(layout: SoftmaxLayout) -> LaunchPlan:
+    step = CpuStep("run", steps_in(layout.outer), grain_of(layout.length), (InputArg(0), OutputArg(0)))
+    return LaunchPlan(PLAN_VERSION, (step,))
+
+
+def _fill(text: str, layout: SoftmaxLayout, values: dict[str, object]) -> str:
+    values = {"D": layout.length, "X": offset(layout.outer, 0, "row"), "Y": offset(layout.outer, 1, "row"), **values}
+    for name, value in values.items():
+        text = text.replace(f"@{name}@", str(value).lower() if isinstance(value, bool) else str(value))
+    return text
+
+
+def short_rows(layout: SoftmaxLayout, width: int, rows: int) -> Candidate:
+    """`rows` (1 to 4) rows at a time in registers of `width` bytes."""
+    log = f"constexpr bool LOG = {str(layout.log).lower()};\n"
+    source = prelude(width) + log + _fill(_SHORT_BODY, layout, {"R": rows}) + END + entry("run", _SHORT_ENTRY)
+    idea = f"Keep {rows} whole rows in {8 * width}-bit registers from load to store; reduce them together, divide once."
+    return Candidate("cpp", source, _plan(layout), idea, AUTHOR, SHORT, {"width": width, "rows": rows})
+
+
+def long_rows(layout: SoftmaxLayout, width: int, unroll: int, stream: bool, recompute: bool) -> Candidate:
+    """Three passes over a row in cache. `stream`: results bypass the cache; `recompute`: exp twice instead of a stored copy."""
+    log = f"constexpr bool LOG = {str(layout.log).lower()};\n"
+    body = _fill(_LONG_BODY, layout, {"U": unroll, "STREAM": stream, "RECOMPUTE": recompute})
+    source = prelude(width) + log + body + END + entry("run", _LONG_ENTRY)
+    kept = "log needs no copy" if layout.log else "exp is computed twice" if recompute else "exponentials wait in the output"
+    idea = f"Three passes over a cached row, {unroll} independent sums; {kept}; {'streaming' if stream else 'plain'} stores."
+    values = {"width": width, "unroll": unroll, "stream": stream, "recompute": recompute}
+    return Candidate("cpp", source, _plan(layout), idea, AUTHOR, LONG, dict(values))
+
+
+def propose(key: KernelKey, target: Target) -> list[Candidate]:
+    """Candidates for a dimension with stride 1, best guess first; [] where that does not hold."""
+    layout = softmax_layout(key)
+    if layout is None or not layout.contiguous:
+        return []
+    candidates: list[Candidate] = []
+    for width in vector_widths(target):
+        vectors = -(-layout.length * 4 // width)
+        fits = [rows for rows in (4, 2, 1) if rows * vectors <= registers(target) - 8]
+        candidates += [short_rows(layout, width, rows) for rows in fits[:2]]
+    if layout.length * 4 < 2 * vector_widths(target)[0]:
+        return candidates
+    big_output = layout.length * steps_in(layout.outer) * 4 > STREAM_BYTES
+    row_bytes = 2 * layout.length * 4
+    for width in vector_widths(target):
+        for stream in (True, False) if big_output else (False,):
+            for recompute in (False,) if layout.log else (True, False) if row_bytes > L2_BYTES or stream else (False,):
+                candidates.append(long_rows(layout, width, 4, stream, recompute))
+    return candidates[:8]

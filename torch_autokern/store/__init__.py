@@ -1,0 +1,1 @@
+"""What is kept: keys, workloads, records, and the folders that hold them."""
