@@ -2,6 +2,7 @@
 #include <ATen/SequenceNumber.h>
 #include <torch/extension.h>
 
+#include "call.h"
 #include "plan.h"
 #include "pool.h"
 #include "recorder.h"
@@ -49,6 +50,92 @@ std::shared_ptr<ak::Kernel> make_kernel(
   return kernel;
 }
 
+ak::PointerArg pointer_from(const py::handle& value) {
+  const auto [kind, index, offset] = value.cast<std::tuple<int, uint32_t, int64_t>>();
+  return {static_cast<ak::PointerArg::Kind>(kind), index, offset};
+}
+
+// ("kernel", entry, grid, block, cluster, shared_bytes, cooperative, programmatic, parameters, maps)
+// or ("memset", target, bytes, value); a parameter is ("pointer", pointer), ("bits", bits) or ("map", index).
+ak::CudaStep cuda_step_from(const py::tuple& row, ak::cuda::Module module) {
+  using Triple = std::array<unsigned, 3>;
+  ak::CudaStep step;
+  if (row[0].cast<std::string>() == "memset") {
+    step.memset_target = pointer_from(row[1]);
+    step.memset_bytes = row[2].cast<size_t>();
+    step.memset_value = row[3].cast<unsigned char>();
+    return step;
+  }
+  const auto entry = row[1].cast<std::string>();
+  const auto& driver = ak::cuda::driver();
+  const auto found = driver.module_function(&step.function, module, entry.c_str());
+  TORCH_CHECK(found == 0, "autokern: kernel ", entry, ": ", ak::cuda::error_text(found));
+  step.grid = row[2].cast<Triple>();
+  step.block = row[3].cast<Triple>();
+  step.cluster = row[4].cast<Triple>();
+  step.shared_bytes = row[5].cast<unsigned>();
+  step.cooperative = row[6].cast<bool>();
+  step.programmatic = row[7].cast<bool>();
+  for (const auto& item : row[8].cast<py::list>()) {
+    const auto pair = item.cast<py::tuple>();
+    const auto kind = pair[0].cast<std::string>();
+    if (kind == "pointer") {
+      step.parameters.push_back({ak::CudaParameter::Kind::kPointer, pointer_from(pair[1]), 0, 0});
+    } else if (kind == "bits") {
+      step.parameters.push_back({ak::CudaParameter::Kind::kBits, {}, pair[1].cast<uint64_t>(), 0});
+    } else {
+      step.parameters.push_back({ak::CudaParameter::Kind::kTensorMap, {}, 0, pair[1].cast<uint32_t>()});
+    }
+  }
+  for (const auto& item : row[9].cast<py::list>()) {
+    const auto map = item.cast<py::tuple>();
+    step.maps.push_back(
+        {pointer_from(map[0]), map[1].cast<int>(), map[2].cast<std::vector<uint64_t>>(),
+         map[3].cast<std::vector<uint64_t>>(), map[4].cast<std::vector<uint32_t>>(),
+         map[5].cast<std::vector<uint32_t>>(), map[6].cast<int>(), map[7].cast<int>(), map[8].cast<int>(),
+         map[9].cast<int>()});
+  }
+  const auto set = [&](int attribute, int value) {
+    const auto result = driver.function_set(step.function, attribute, value);
+    TORCH_CHECK(result == 0, "autokern: kernel ", entry, ": cuFuncSetAttribute: ", ak::cuda::error_text(result));
+  };
+  if (step.shared_bytes > 48 * 1024) { // more must be asked for
+    set(ak::cuda::kFunctionMaxDynamicShared, static_cast<int>(step.shared_bytes));
+  }
+  if (step.cluster[0] * step.cluster[1] * step.cluster[2] > 8) { // the portable limit
+    set(ak::cuda::kFunctionNonPortableCluster, 1);
+  }
+  return step;
+}
+
+// Loads the image into `device`'s primary context, now: never inside a call.
+std::shared_ptr<ak::Kernel> make_cuda_kernel(
+    const std::string& record_id, const py::bytes& image, int device, const std::vector<py::tuple>& steps,
+    const std::vector<std::pair<size_t, bool>>& workspaces, const std::vector<py::object>& outputs,
+    size_t input_count) {
+  auto kernel = std::make_shared<ak::Kernel>();
+  kernel->record_id = record_id;
+  ak::Plan& plan = kernel->plan;
+  plan.device = c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
+  plan.input_count = input_count;
+  for (const auto& output : outputs) {
+    plan.outputs.push_back(layout_from(output));
+  }
+  for (const auto& [size_bytes, zeroed] : workspaces) {
+    plan.workspaces.push_back({size_bytes, zeroed});
+  }
+  const c10::DeviceGuard guard(plan.device);
+  const std::string bytes = image;
+  ak::cuda::Module module = nullptr; // stays loaded for the life of the process
+  const auto loaded = ak::cuda::driver().module_load(&module, bytes.data());
+  TORCH_CHECK(loaded == 0, "autokern: the driver does not load this kernel: ", ak::cuda::error_text(loaded));
+  for (const auto& step : steps) {
+    plan.cuda_steps.push_back(cuda_step_from(step, module));
+  }
+  plan.check();
+  return kernel;
+}
+
 void run_kernel(
     const ak::Kernel& kernel, const std::vector<std::optional<at::Tensor>>& inputs,
     const std::vector<std::optional<at::Tensor>>& outputs) {
@@ -88,6 +175,11 @@ uint64_t set_table(const std::vector<std::pair<std::vector<uint64_t>, std::vecto
     for (const auto& [regime, accuracy, deterministic, kernel] : slots) {
       TORCH_CHECK_VALUE(
           regime < ak::kRegimes && accuracy < ak::kClasses && deterministic < ak::kDeterminism, "no such table slot");
+      TORCH_CHECK_VALUE(
+          !words.empty() && kernel->plan.outputs.size() == ak::result_count(words[0] & 0xFF) &&
+              kernel->plan.input_count <= ak::kMaxTensors,
+          "kernel ", kernel->record_id, " has ", kernel->plan.input_count, " inputs and ", kernel->plan.outputs.size(),
+          " outputs, which is no call of op family ", words.empty() ? 0 : words[0] & 0xFF);
       entry.slots[regime][accuracy][deterministic] = kernel;
     }
     entries.push_back(std::move(entry));
@@ -108,26 +200,35 @@ std::vector<std::vector<uint64_t>> counts() {
   return sums;
 }
 
-// A scope as Python holds it. enter() and leave() must alternate on one thread; nesting is by token.
+// A scope as Python holds it. leave() takes what its enter() returned.
 struct PyScope {
+  using Token = std::tuple<uintptr_t, uint64_t, uint64_t>; // thread, ticket, first autograd sequence number
+
   ak::Scope* scope = new ak::Scope; // shared with backward passes that may outlive this object
 
   void set(uint32_t accuracy, bool strict) { scope->policy.store(ak::Policy::make(accuracy, strict).bits); }
   void end() { scope->policy.store(0); }
 
-  std::pair<uintptr_t, uint64_t> enter() const {
+  Token enter() const {
     ak::ThreadState& state = ak::thread_state();
-    const auto outer = reinterpret_cast<uintptr_t>(state.scope);
-    state.scope = scope;
-    return {outer, at::sequence_number::peek()};
+    const uint64_t ticket = state.enter(scope);
+    return {reinterpret_cast<uintptr_t>(&state), ticket, at::sequence_number::peek()};
   }
 
-  void leave(std::pair<uintptr_t, uint64_t> token) const {
+  // Whether backward passes may follow that belong to the scope.
+  bool leave(const Token& token) {
     ak::ThreadState& state = ak::thread_state();
-    state.scope = reinterpret_cast<ak::Scope*>(token.first);
-    if (state.scope != scope) { // an enclosing call of the same scope will record the whole
-      ak::record_interval(state, token.second, at::sequence_number::peek(), scope);
+    const auto [thread, ticket, from] = token;
+    if (reinterpret_cast<uintptr_t>(&state) != thread) {
+      end(); // left on another thread: that thread's stack is its own, so the scope is switched off there instead
+      return false;
     }
+    state.leave(ticket);
+    const uint64_t to = at::sequence_number::peek();
+    if (state.scope != scope) { // an enclosing call of the same scope will record the whole
+      ak::record_interval(state, from, to, scope);
+    }
+    return from < to;
   }
 };
 
@@ -139,6 +240,9 @@ void bind_kernels(py::module_& m) {
       .def(py::init(&make_kernel))
       .def("run", &call_kernel, py::arg("inputs"), py::arg("pooled") = false)
       .def("run_into", &run_kernel)
+      .def_static("load_cuda", &make_cuda_kernel)
+      .def_property_readonly(
+          "fault", [](const ak::Kernel& k) { return k.quarantined.load() ? k.fault : std::string(); })
       .def_readonly("record_id", &ak::Kernel::record_id)
       .def_property_readonly("hits", [](const ak::Kernel& k) { return k.hits.load(); })
       .def_property(

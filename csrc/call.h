@@ -91,7 +91,9 @@ class Call {
   void add(bool value) { key_.word(value ? 1 : 0); }
   void add(double value) { key_.number(value); }
   void add(const at::Scalar& value) {
-    if (value.isComplex() || value.isSymbolic()) {
+    constexpr int64_t kExact = int64_t{1} << 53; // beyond it, integers share a double
+    if (value.isComplex() || value.isSymbolic() ||
+        (value.isIntegral(/*includeBool=*/false) && (value.toLong() > kExact || value.toLong() < -kExact))) {
       set(Miss::kDtype);
     } else {
       key_.number(value.toDouble());

@@ -34,12 +34,13 @@ enum class Miss : uint8_t {
   kQuarantined,    // there is one, set aside after a fault
   kOutOfMemory,    // no memory for outputs or workspace
   kReentrant,      // called from inside a captured kernel
+  kLaunchFailed,   // the driver refused a launch: set aside, and stock ran
   kCount
 };
 constexpr std::array<const char*, static_cast<size_t>(Miss::kCount)> kReasonNames = {
     "hit",         "subclass",   "layout",      "dtype",           "rank",      "empty",
     "device",      "out_layout", "out_overlap", "flag_unreadable", "no_record", "accuracy",
-    "determinism", "regime",     "quarantined", "out_of_memory",   "reentrant"};
+    "determinism", "regime",     "quarantined", "out_of_memory",   "reentrant", "launch_failed"};
 
 constexpr uint64_t kTensorTag = uint64_t{1} << 63;
 constexpr int64_t kMaxRank = 8;

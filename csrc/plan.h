@@ -3,12 +3,21 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
+#include "cuda_driver.h"
+
 namespace autokern {
+
+// A launch that the driver refused, in the driver's words. Results so far are worthless, inputs are untouched.
+struct LaunchError : std::runtime_error {
+  using std::runtime_error::runtime_error;
+};
 
 // A CPU library, loaded from bytes that were verified before; stays loaded for the life of the process.
 class Library {
@@ -44,17 +53,52 @@ struct CpuStep {
   std::vector<PointerArg> args;
 };
 
+// A tensor map (TMA descriptor) is encoded at every launch, because it holds the address. Fields as in
+// cuTensorMapEncodeTiled.
+struct TensorMapSpec {
+  PointerArg base;
+  int type;
+  std::vector<uint64_t> sizes;         // elements, innermost first
+  std::vector<uint64_t> strides_bytes; // of all but the innermost dimension
+  std::vector<uint32_t> box;
+  std::vector<uint32_t> element_strides;
+  int interleave, swizzle, l2_promotion, fill;
+};
+
+struct CudaParameter {
+  enum class Kind : uint8_t { kPointer, kBits, kTensorMap } kind;
+  PointerArg pointer;
+  uint64_t bits;      // a number as its bytes, lowest first; the kernel's own parameter size says how many are read
+  uint32_t map_index; // into CudaStep::maps
+};
+
+struct CudaStep {
+  cuda::Function function = nullptr; // null: a memset
+  std::array<unsigned, 3> grid{1, 1, 1}, block{1, 1, 1}, cluster{1, 1, 1};
+  unsigned shared_bytes = 0;
+  bool cooperative = false;
+  bool programmatic = false; // may start before the step ahead of it has finished
+  std::vector<CudaParameter> parameters;
+  std::vector<TensorMapSpec> maps;
+  PointerArg memset_target{};
+  size_t memset_bytes = 0;
+  unsigned char memset_value = 0;
+};
+
 struct Workspace {
   size_t size_bytes;
   bool zeroed;
 };
 
 constexpr size_t kMaxPointers = 24;
+constexpr size_t kMaxWorkspaces = 8; // MAX_WORKSPACES in runtime/plan.py
 
 class Plan {
  public:
+  c10::Device device{c10::kCPU};
   std::shared_ptr<Library> library;
   std::vector<CpuStep> steps;
+  std::vector<CudaStep> cuda_steps; // instead of `steps` on a GPU
   std::vector<Workspace> workspaces;
   std::vector<TensorLayout> outputs;
   size_t input_count = 0;
@@ -66,8 +110,16 @@ class Plan {
   std::vector<at::Tensor> allocate_outputs(bool pooled) const;
 
   // Runs all steps. `inputs` has input_count addresses (null for an absent tensor), `outputs` one per output.
-  // Throws c10::Error before any output is touched when workspace memory is short.
+  // Throws c10::Error before any output is touched when workspace memory is short, LaunchError when the driver refuses.
   void run(void* const* inputs, void* const* outputs) const;
+
+ private:
+  using Memory = std::array<c10::DataPtr, kMaxWorkspaces>;
+  c10::Allocator* allocator() const;
+  void run_cpu(void* const* inputs, void* const* outputs, const Memory& memory) const;
+  void run_cuda(void* const* inputs, void* const* outputs, const Memory& memory) const;
+  static char* address(const PointerArg& arg, void* const* inputs, void* const* outputs, const Memory& memory);
+  void check_pointer(const PointerArg& arg) const;
 };
 
 } // namespace autokern

@@ -42,7 +42,21 @@ Slot& slot_of(c10::DispatchKey backend) {
   return *slots[backend == c10::DispatchKey::CUDA];
 }
 
-const CapturedKernel& recapture(Slot& slot);
+const CapturedKernel* recapture(Slot& slot);
+
+// PyTorch's own CPU kernel, for the one case in which what we captured is gone and what lies beneath cannot be seen.
+template <class Op>
+struct CpuStock;
+#define AUTOKERN_CPU_STOCK(family, op, function)             \
+  template <>                                                \
+  struct CpuStock<at::_ops::op> {                            \
+    template <class... Args>                                 \
+    static decltype(auto) call(Args&&... args) {             \
+      return at::cpu::function(std::forward<Args>(args)...); \
+    }                                                        \
+  };
+AUTOKERN_FOR_EACH_OVERLOAD(AUTOKERN_CPU_STOCK)
+#undef AUTOKERN_CPU_STOCK
 
 // Marks this thread as inside a kernel: an op called from there goes straight to its captured kernel.
 struct DepthGuard {
@@ -63,9 +77,23 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
     Slot& slot = slot_of<Op>(kBackend);
     const CapturedKernel* kernel = slot.captured.load(std::memory_order_acquire);
     if (!kernel->is_valid()) {
-      kernel = &recapture(slot);
+      kernel = recapture(slot);
+      if (!kernel) {
+        return last_resort(std::forward<Args>(args)...);
+      }
     }
     return kernel->template call<Result, Args...>(op, keys, std::forward<Args>(args)...);
+  }
+
+  static Result last_resort(Args... args) {
+    if constexpr (kBackend == c10::DispatchKey::CPU) {
+      return CpuStock<Op>::call(std::forward<Args>(args)...);
+    } else {
+      TORCH_CHECK(
+          false, "autokern: the override of ", Op::name,
+          " beneath torch_autokern was removed while another one sits above "
+          "it, so PyTorch's own kernel cannot be reached; remove overrides in the reverse order of their installation");
+    }
   }
 
   static Result call(c10::DispatchKeySet keys, Args... args) {
@@ -77,7 +105,9 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
       return stock(keys, std::forward<Args>(args)...);
     }
     if (state.depth > 0) {
-      state.count(kFamily, Miss::kReentrant);
+      if (policy.active()) {
+        state.count(kFamily, Miss::kReentrant);
+      }
       return stock(keys, std::forward<Args>(args)...);
     }
     const DepthGuard guard(state);
@@ -154,7 +184,9 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
 
   static bool prepare(const Kernel& kernel, const Call& call, std::vector<at::Tensor>& results, Miss& reason) {
     if constexpr (kOutForm) {
-      if (!is_plain(call.out()) || !kernel.plan.outputs[0].matches(call.out())) {
+      if (call.out().device() != call.first().device()) {
+        reason = Miss::kDevice;
+      } else if (!is_plain(call.out()) || !kernel.plan.outputs[0].matches(call.out())) {
         reason = Miss::kOutLayout;
       } else if (call.out_overlaps_input()) {
         reason = Miss::kOutOverlap;
@@ -172,13 +204,16 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
     }
   }
 
-  static bool run(const Kernel& kernel, const Call& call, std::vector<at::Tensor>& results, Miss& reason) {
+  static bool run(Kernel& kernel, const Call& call, std::vector<at::Tensor>& results, Miss& reason) {
     std::array<void*, kMaxTensors> outputs{};
     for (size_t i = 0; i < results.size(); ++i) {
       outputs.at(i) = results[i].defined() ? results[i].mutable_data_ptr() : nullptr;
     }
     try {
       kernel.plan.run(call.inputs().data(), outputs.data());
+    } catch (const LaunchError& error) { // stock writes every output again, and no input was touched
+      kernel.quarantine(error.what());
+      reason = Miss::kLaunchFailed;
     } catch (const std::exception&) { // workspace memory: asked for before the first step
       reason = Miss::kOutOfMemory;
     }
@@ -249,7 +284,7 @@ Overload overload() {
 
 const std::vector<Overload>& overloads() {
   static const auto* all = new std::vector<Overload>{
-#define AUTOKERN_ENTRY(family, op) \
+#define AUTOKERN_ENTRY(family, op, function) \
   overload<at::_ops::op, c10::DispatchKey::CPU, family>(), overload<at::_ops::op, c10::DispatchKey::CUDA, family>(),
       AUTOKERN_FOR_EACH_OVERLOAD(AUTOKERN_ENTRY)
 #undef AUTOKERN_ENTRY
@@ -259,16 +294,16 @@ const std::vector<Overload>& overloads() {
 
 bool on_top(const Slot& slot) { return is_ours(slot.handle().getComputedKernelForDispatchKey(slot.backend)); }
 
-// What we captured was taken away by its owner. Step aside, look what is beneath, and step back.
-const CapturedKernel& recapture(Slot& slot) {
+// What we captured was taken away by its owner. Step aside, look what is beneath, and step back. Null where another
+// override sits above ours: stepping aside would show that one, and break the hold that it has on us.
+const CapturedKernel* recapture(Slot& slot) {
   const std::lock_guard<std::mutex> lock(install_mutex);
   if (slot.captured.load()->is_valid()) { // another thread was first
-    return *slot.captured.load();
+    return slot.captured.load();
   }
-  TORCH_CHECK(
-      on_top(slot), "autokern: the override of ", slot.name,
-      " beneath torch_autokern was removed while another one sits above it, so "
-      "PyTorch's own kernel cannot be reached; call torch_autokern.disable() before removing overrides in this order");
+  if (!on_top(slot)) {
+    return nullptr;
+  }
   slot.registration.reset();
   capture(slot);
   for (const Overload& entry : overloads()) {
@@ -276,7 +311,7 @@ const CapturedKernel& recapture(Slot& slot) {
       entry.put(slot);
     }
   }
-  return *slot.captured.load();
+  return slot.captured.load();
 }
 
 } // namespace

@@ -19,6 +19,15 @@ struct Kernel {
   std::string record_id;
   std::atomic<uint64_t> hits{0};
   std::atomic<bool> quarantined{false};
+  std::string fault; // why; written once, before `quarantined` is set
+  std::atomic<bool> fault_claimed{false};
+
+  void quarantine(const std::string& reason) {
+    if (!fault_claimed.exchange(true)) {
+      fault = reason;
+      quarantined.store(true, std::memory_order_release);
+    }
+  }
 };
 
 constexpr size_t kRegimes = 2;     // 0 eager (functional form), 1 compiled (out form)

@@ -3,6 +3,8 @@
 #include <ATen/record_function.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <pthread.h>
+
 #include <mutex>
 
 namespace autokern {
@@ -12,7 +14,16 @@ std::atomic<bool> any_interval{false};
 namespace {
 
 std::atomic<ThreadState*> head{nullptr};
-std::mutex reuse_mutex; // taken when a thread meets the router for the first time and when it ends
+// Taken when a thread meets the router for the first time and when it ends. A fork meanwhile must not leave it taken in
+// the child.
+std::mutex& reuse_mutex() {
+  static auto* mutex = [] {
+    static std::mutex held;
+    pthread_atfork([] { held.lock(); }, [] { held.unlock(); }, [] { held.unlock(); });
+    return &held;
+  }();
+  return *mutex;
+}
 
 // A state of an ended thread is reused only when this many have ended: its intervals serve backward passes that run
 // later.
@@ -36,12 +47,16 @@ struct Handle {
   ThreadState* state;
 
   Handle() {
-    const std::lock_guard<std::mutex> lock(reuse_mutex);
+    const std::lock_guard<std::mutex> lock(reuse_mutex());
     state = oldest_ended();
     const bool fresh = !state;
     if (fresh) {
       state = new ThreadState;
     }
+    // Sequence numbers count per thread: the ended thread's intervals would match this one's nodes.
+    state->thread_id.store(0);
+    state->ring.clear();
+    state->entered.clear();
     state->scope = nullptr;
     state->depth = 0;
     state->in_use.store(true);
@@ -53,7 +68,7 @@ struct Handle {
   }
 
   ~Handle() {
-    const std::lock_guard<std::mutex> lock(reuse_mutex);
+    const std::lock_guard<std::mutex> lock(reuse_mutex());
     state->in_use.store(false);
   }
 };
@@ -85,6 +100,13 @@ void IntervalRing::push(uint64_t from, uint64_t to, Scope* scope) {
   slot.to.store(to, std::memory_order_release);
   slot.scope.store(scope, std::memory_order_release);
   head_.store(head + 1, std::memory_order_release);
+}
+
+void IntervalRing::clear() {
+  head_.store(0, std::memory_order_release);
+  for (uint64_t i = 0; slots_.load(std::memory_order_relaxed) && i < kCapacity; ++i) {
+    at(i).scope.store(nullptr, std::memory_order_release);
+  }
 }
 
 Scope* IntervalRing::find(uint64_t sequence) const {
@@ -122,7 +144,8 @@ Scope* scope_of_current_node() {
   const uint64_t thread_id = node->thread_id();
   for (ThreadState* s = first_thread_state(); s; s = s->next) {
     if (s->thread_id.load(std::memory_order_relaxed) == thread_id) {
-      return s->ring.find(node->sequence_nr());
+      Scope* scope = s->ring.find(node->sequence_nr());
+      return s->thread_id.load() == thread_id ? scope : nullptr; // reused meanwhile: what was read is another thread's
     }
   }
   return nullptr;

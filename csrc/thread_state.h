@@ -6,6 +6,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <vector>
 
 #include "key.h"
 
@@ -38,6 +39,7 @@ class IntervalRing {
  public:
   void push(uint64_t from, uint64_t to, Scope* scope);
   Scope* find(uint64_t sequence) const; // any thread; null when unknown or overwritten
+  void clear();                         // forgets all; the owner must have ended
 
  private:
   static constexpr uint64_t kCapacity = 4096;
@@ -54,11 +56,34 @@ struct ThreadState {
   std::atomic<const Table*> reading{nullptr};
   std::atomic<uint64_t> thread_id{0}; // at::RecordFunction::currentThreadId, as autograd nodes keep it
   std::atomic<bool> in_use{false};
-  Scope* scope = nullptr;
-  uint32_t depth = 0; // > 0 inside a captured kernel or a plan
+  Scope* scope = nullptr; // the innermost of `entered`
+  uint32_t depth = 0;     // > 0 inside a captured kernel or a plan
+  struct Entered {
+    Scope* scope;
+    uint64_t ticket;
+  };
+  std::vector<Entered> entered;
+  uint64_t next_ticket = 0;
   std::array<std::array<std::atomic<uint64_t>, static_cast<size_t>(Miss::kCount)>, kOpCount> counts{};
   IntervalRing ring;
   ThreadState* next = nullptr;
+
+  uint64_t enter(Scope* inner) {
+    entered.push_back({inner, next_ticket});
+    scope = inner;
+    return next_ticket++;
+  }
+
+  // A suspended generator may leave after what it was entered in has left, so an entry is found, not popped.
+  void leave(uint64_t ticket) {
+    for (auto entry = entered.rbegin(); entry != entered.rend(); ++entry) {
+      if (entry->ticket == ticket) {
+        entered.erase(std::next(entry).base());
+        break;
+      }
+    }
+    scope = entered.empty() ? nullptr : entered.back().scope;
+  }
 
   void count(size_t op, Miss reason) {
     auto& cell = counts[op][static_cast<size_t>(reason)];

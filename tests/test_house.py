@@ -70,7 +70,9 @@ def test_a_room_imports_only_lower_rooms(path: Path) -> None:
     assert not wrong, f"{room} may import {allowed} only"
 
 
-@pytest.mark.parametrize("path", [p for p in _sources() if _room(p) in ("store", "runtime", "ops", "errors", "config")], ids=str)
+@pytest.mark.parametrize(
+    "path", [p for p in _sources() if _room(p) in ("store", "runtime", "ops", "errors", "config")], ids=str
+)
 def test_serving_rooms_import_nothing_but_the_lean_packages(path: Path) -> None:
     lean = SERVING_MAY_IMPORT if _room(path) in ("runtime", "ops") else STORE_MAY_IMPORT
     allowed = lean | set(sys.stdlib_module_names) | {"torch_autokern"}
@@ -98,7 +100,9 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in banned_calls:
                 wrong.append(f"{path.relative_to(ROOT)}:{node.lineno} calls {node.func.id}")
-        wrong += [f"{path.relative_to(ROOT)}:{line} imports {m}" for line, m in _imports(path) if m.split(".")[0] in banned_modules]
+        wrong += [
+            f"{path.relative_to(ROOT)}:{line} imports {m}" for line, m in _imports(path) if m.split(".")[0] in banned_modules
+        ]
     assert not wrong
 
 
@@ -117,7 +121,10 @@ def test_at_most_six_environment_variables() -> None:
     names = {
         node.value
         for node in ast.walk(ast.parse((PACKAGE / "config.py").read_text()))
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("AUTOKERN_") and node.value.isupper()
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and node.value.startswith("AUTOKERN_")
+        and node.value.isupper()
     }
     assert 1 <= len(names) <= 6, names
 
@@ -187,7 +194,9 @@ print(json.dumps({
 
 
 def _import_in_fresh_process() -> dict[str, object]:
-    output = subprocess.run([sys.executable, "-c", _IMPORT_PROBE], capture_output=True, text=True, check=True, timeout=120).stdout
+    output = subprocess.run(
+        [sys.executable, "-c", _IMPORT_PROBE], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
     result: dict[str, object] = json.loads(output)
     return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import threading
@@ -46,17 +47,27 @@ class ScopedCall:
     An instance sits in an optimised model's `_compiled_call_impl` slot.
     """
 
-    def __init__(self, inner: Callable[..., Any], native_scope: Any) -> None:
+    def __init__(self, inner: Callable[..., Any], native_scope: Any, owner: nn.Module | None = None) -> None:
         self.inner = inner
         self.native_scope = native_scope
         self._enter = native_scope.enter
         self._leave = native_scope.leave
-        self._may_be_replicated = torch.cuda.device_count() > 1 if torch.cuda.is_available() else False
+        self._owner = getattr(inner, "__self__", None) if owner is None else owner
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """A copy of the model is stock: where a class copies its `__dict__` whole, the slot's copy is None."""
+        return type(None), ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self.inner(*args, **kwargs)
-        inner = self._inner_of_replica() if self._may_be_replicated else self.inner
+        inner = self.inner
+        caller = sys._getframe(1).f_locals.get("self")  # the module whose slot this is, as `nn.Module.__call__` knows it
+        if caller is not self._owner and isinstance(caller, nn.Module) and caller.__dict__.get(_SLOT) is self:
+            # Its `__dict__` was copied whole, so it must run itself, not the original.
+            inner = caller._call_impl
+            if not getattr(caller, "_is_replica", False):  # DataParallel's replica is the same model, a copy is stock
+                return inner(*args, **kwargs)
         token = self._enter()
         try:
             return inner(*args, **kwargs)
@@ -66,13 +77,6 @@ class ScopedCall:
             raise
         finally:
             self._leave(token)
-
-    def _inner_of_replica(self) -> Callable[..., Any]:
-        """DataParallel copies the slot into each replica; the copy must run the replica, which is the caller's `self`."""
-        caller = sys._getframe(2).f_locals.get("self")
-        if isinstance(caller, nn.Module) and getattr(caller, "_is_replica", False):
-            return caller._call_impl
-        return self.inner
 
 
 _warned: set[str] = set()
@@ -84,7 +88,10 @@ def _warn_once(message: str) -> None:
         if message in _warned:
             return
         _warned.add(message)
-    warnings.warn(message, AutokernWarning, stacklevel=3)
+    level = 1
+    while sys._getframe(level).f_code.co_filename in (__file__, contextlib.__file__):
+        level += 1  # the warning names the person's line, not ours
+    warnings.warn(message, AutokernWarning, stacklevel=level + 1)
 
 
 def _checked(accuracy: str) -> AccuracyClass:
@@ -154,7 +161,7 @@ def _optimize_module(model: nn.Module, accuracy: str, strict: bool | None) -> nn
         return model
     restore(model)
     inner = getattr(model, _SLOT) or model._call_impl
-    scoped = ScopedCall(inner, _new_scope(accuracy, strict))
+    scoped = ScopedCall(inner, _new_scope(accuracy, strict), model)
     current.add_user(scoped)
     setattr(model, _SLOT, scoped)
     if not current.loaded:
@@ -192,9 +199,9 @@ def enabled(*, accuracy: str = "stock", strict: bool | None = None) -> Iterator[
     if current is None:
         yield
         return
+    scope = _new_scope(accuracy, strict)
     current.open_block()
-    scoped = ScopedCall(_run_block, _new_scope(accuracy, strict))
-    token = scoped.native_scope.enter()
+    token = scope.enter()
     try:
         yield
     except RuntimeError as error:
@@ -202,19 +209,17 @@ def enabled(*, accuracy: str = "stock", strict: bool | None = None) -> Iterator[
             raise StrictModeError(str(error).splitlines()[0]) from None
         raise
     finally:
-        scoped.native_scope.leave(token)
+        if scope.leave(token):
+            current.add_user(_ended_blocks)  # the backward of what the block computed may come at any time
         current.close_block()
 
 
-def _run_block() -> None:
-    """`enabled` runs its block between enter and leave; there is nothing to call."""
+class _User:
+    """Stands for something without an object of its own among the session's users."""
 
 
-class _Process:
-    """Stands for the whole process among the session's users."""
-
-
-_process = _Process()
+_process = _User()
+_ended_blocks = _User()
 
 
 def enable(*, accuracy: str = "stock", strict: bool | None = None) -> None:
@@ -227,10 +232,12 @@ def enable(*, accuracy: str = "stock", strict: bool | None = None) -> None:
 
 
 def disable() -> None:
-    """Take `enable` back. Optimised models stay optimised. Harmless when not enabled."""
+    """Take `enable` back, and the backward of `enabled` blocks that have ended. Optimised models stay optimised. Harmless when
+    not enabled."""
     if extension_state().module is not None:
         extension().set_process_policy(False, 0, False)
         session().remove_user(_process)
+        session().remove_user(_ended_blocks)
 
 
 class Recording:
@@ -256,7 +263,7 @@ class Recording:
         ]
         entries.sort(key=lambda entry: (-entry.stock_time_us, entry.key.digest))
         target = local_target()
-        return Workload(SCHEMA, torch.__version__, target.name, target.threads, wall * 1e6, tuple(entries))
+        return Workload(SCHEMA, str(torch.__version__), target.name, target.threads, wall * 1e6, tuple(entries))
 
 
 _recording_lock = threading.Lock()
@@ -290,7 +297,9 @@ def record() -> Iterator[Recording]:
         _recording_lock.release()
 
 
-def warm(workload: Workload | str | Path, *, budget: float | None = None, accuracy: str = "stock", **options: Any) -> WarmReport:
+def warm(
+    workload: Workload | str | Path, *, budget: float | None = None, accuracy: str = "stock", **options: Any
+) -> WarmReport:
     """Search kernels for a recorded workload and store what is proved; running it again continues.
 
     Args:

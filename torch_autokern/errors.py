@@ -35,6 +35,10 @@ class BuildError(AutokernError):
     """A candidate did not compile, or its library breaks a static rule. Carries the compiler's words."""
 
 
+class StaticRuleError(BuildError):
+    """A candidate says, or its library contains, what no candidate may: known before it ever ran."""
+
+
 class BoxError(AutokernError):
     """The box that untrusted code must run in could not be set up at the level that was asked for."""
 

@@ -162,9 +162,9 @@ def _refusals(root: Path) -> tuple[int, int, bool]:
     return len(records), reader.counters.refused, record_file(root, DIGEST, RECORD_ID).is_symlink()
 
 
-def test_symbolic_link_to_a_whole_record_is_not_followed(root: Path, entry: Path, tmp_path: Path) -> None:
-    entry.rename(tmp_path / "elsewhere")
-    entry.symlink_to(tmp_path / "elsewhere")
+def test_symbolic_link_to_a_whole_record_is_not_followed(root: Path, entry: Path, memory_folder: Path) -> None:
+    entry.rename(memory_folder / "elsewhere")
+    entry.symlink_to(memory_folder / "elsewhere")
     assert _refusals(root) == (0, 1, True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from store_faults import run_together
 from store_samples import make_data, make_key, make_record
@@ -28,7 +29,7 @@ def test_rows_survive_encoding() -> None:
     rows = [row_of(make_stored(seed)) for seed in range(50)]
     index = RecordIndex(encode_index(rows))
     assert len(index) == 50
-    assert sorted(index, key=lambda row: row.record_id) == sorted(rows, key=lambda row: row.record_id)
+    assert sorted(index.rows(), key=lambda row: row.record_id) == sorted(rows, key=lambda row: row.record_id)
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 255, 256, 1000])
@@ -39,6 +40,18 @@ def test_every_key_is_found_and_no_other(count: int) -> None:
         assert row in index.lookup(row.key_digest)
         assert all(found.key_digest == row.key_digest for found in index.lookup(row.key_digest))
     assert index.lookup("00" * 32) == index.lookup("ff" * 32) == ()
+
+
+def test_rows_for_one_target_and_build_only(root: Path) -> None:
+    store = open_at(root)
+    here, elsewhere = make_record(0), msgspec.structs.replace(make_record(1), stock_build="2.12")
+    store.publish(here, {})
+    store.repair()
+    store.publish(elsewhere, {})
+    for build in ("2.12", "2.13"):
+        rows = open_at(root).index().rows(lambda target, stock: target == here.target and stock == build)  # noqa: B023
+        assert [row.stock_build for row in rows] == [build]
+    assert open_at(root).index().rows(lambda target, stock: False) == []
 
 
 def test_order_of_rows_does_not_change_the_bytes() -> None:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from torch_autokern.cli import shell
 from torch_autokern.errors import AutokernError, InvalidInputError
 from torch_autokern.store.folders import require_folder
 from torch_autokern.store.key import KernelKey
@@ -22,46 +21,43 @@ from torch_autokern.store.upkeep import FolderReport
 
 app = typer.Typer(no_args_is_help=True, help="Look at the stored kernels, check them, repair or clear the store.")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value instead of a table.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 
 
 @app.command("path")
-def show_path(as_json: AsJson = False) -> None:
+def show_path(as_json: shell.AsJson = False) -> None:
     """Print the store's folder, why it is that one, and which were refused."""
     with _one_line_errors():
         choice = require_folder()
         if as_json:
-            _print_json(
-                {"path": str(choice.path), "why": choice.why, "tried": [[str(path), why] for path, why in choice.tried]}
-            )
+            tried = [{"path": str(path), "reason": reason} for path, reason in choice.tried]
+            shell.print_json({"path": str(choice.path), "why": choice.why, "tried": tried})
             return
         # The bare path alone on stdout, so that `cd "$(autokern cache path)"` works.
         typer.echo(choice.path)
         for path, reason in choice.tried:
-            typer.echo(f"refused {path}: {reason}", err=True)
+            shell.say(f"refused {path}: {reason}")
 
 
 @app.command("list")
 def list_records(
-    op: Annotated[str | None, typer.Option(help="Only this op, such as _softmax.")] = None, as_json: AsJson = False
+    op: Annotated[str | None, typer.Option(help="Only this op, such as _softmax.")] = None, as_json: shell.AsJson = False
 ) -> None:
     """List the stored kernels, one a line: what for, where, how fast, how right."""
     with _one_line_errors():
         store = _open()
         rows = [_row(store, stored) for stored in store.records() if op in (None, stored.record.key.op)]
         if as_json:
-            _print_json({"folder": str(store.write_root), "records": rows})
+            shell.print_json({"folder": _where(store), "records": rows})
             return
-        console = Console()
-        console.print(_record_table(rows) if rows else f"no records in {store.write_root}", highlight=False, soft_wrap=not rows)
         if rows:
-            console.print(f"{len(rows)} records in {store.write_root}", highlight=False, soft_wrap=True)
+            shell.results().print(_record_table(rows))
+        typer.echo(f"{len(rows)} records in {_where(store)}")
 
 
 @app.command("show")
 def show_record(
-    record: Annotated[str, typer.Argument(help="Record id, or its first digits.")], as_json: AsJson = False
+    record: Annotated[str, typer.Argument(help="Record id, or its first digits.")], as_json: shell.AsJson = False
 ) -> None:
     """Show one record whole: key, target, evidence, times, origin, notes."""
     with _one_line_errors():
@@ -75,20 +71,20 @@ def show_record(
             "notes": msgspec.to_builtins(notes),
         }
         if as_json:
-            _print_json(document)
+            shell.print_json(document)
             return
-        console = Console()
-        console.print(f"[bold]{stored.record_id}[/]  {_describe(stored.record.key)}", highlight=False, soft_wrap=True)
+        console = shell.results()
+        console.print(f"[bold]{stored.record_id}[/]  {_plain(_describe(stored.record.key))}", soft_wrap=True)
         console.print_json(msgspec.json.encode(document).decode())
 
 
 @app.command("verify")
-def verify(as_json: AsJson = False) -> None:
+def verify(as_json: shell.AsJson = False) -> None:
     """Read every record again and check every byte; exit code 1 if any is damaged. Changes nothing."""
     with _one_line_errors():
         reports = _open().verify()
         if as_json:
-            _print_json({"folders": msgspec.to_builtins(reports)})
+            shell.print_json({"folders": msgspec.to_builtins(reports)})
         else:
             for report in reports:
                 _print_report(report)
@@ -97,16 +93,17 @@ def verify(as_json: AsJson = False) -> None:
 
 
 @app.command("repair")
-def repair(as_json: AsJson = False) -> None:
+def repair(as_json: shell.AsJson = False) -> None:
     """Set damaged records aside, derive the index again, remove what died writers left."""
     with _one_line_errors():
-        store = _open()
+        store = open_store(choice=require_folder())
         repaired, cleaned = store.repair(), store.clean()
         if as_json:
-            _print_json({"folder": str(store.write_root), "damaged": repaired.damaged, "removed": msgspec.to_builtins(cleaned)})
+            removed = msgspec.to_builtins(cleaned)
+            shell.print_json({"folder": _where(store), "damaged": repaired.damaged, "removed": removed})
             return
         typer.echo(
-            f"{store.write_root}: {repaired.damaged} damaged records taken out, "
+            f"{_where(store)}: {repaired.damaged} damaged records taken out, "
             f"{cleaned.temporary_files} unfinished files and {cleaned.set_aside_files} files set aside removed"
         )
 
@@ -115,26 +112,31 @@ def repair(as_json: AsJson = False) -> None:
 def clear(
     record: Annotated[str | None, typer.Option(help="Only the key of this record (id, or its first digits).")] = None,
     yes: Yes = False,
-    as_json: AsJson = False,
+    as_json: shell.AsJson = False,
 ) -> None:
     """Remove all records and notes, or those of one key. Asks first."""
     with _one_line_errors():
-        store = _open()
+        store = open_store(choice=require_folder())
         stored = store.find(record) if record is not None else None
         what = f"the records of {_describe(stored.record.key)}" if stored else "all records"
         if not yes:
-            if not sys.stdin.isatty() and as_json:
-                raise InvalidInputError("clear asks before it removes anything; add --yes to answer in advance")
-            typer.confirm(f"Remove {what} from {store.write_root}?", abort=True)
+            if as_json:
+                raise InvalidInputError("clear asks before it removes anything; with --json add --yes to answer in advance")
+            typer.confirm(f"Remove {what} from {_where(store)}?", abort=True)
         count = store.clear(stored.record.key.digest if stored else None)
         if as_json:
-            _print_json({"folder": str(store.write_root), "records": count.records, "notes": count.notes})
+            shell.print_json({"folder": _where(store), "records": count.records, "notes": count.notes})
             return
-        typer.echo(f"removed {count.records} records and {count.notes} notes from {store.write_root}")
+        typer.echo(f"removed {count.records} records and {count.notes} notes from {_where(store)}")
 
 
 def _open() -> KernelStore:
-    return open_store(choice=require_folder())
+    """The store, for commands that look and change nothing by intent."""
+    return open_store(choice=require_folder(to_write=False))
+
+
+def _where(store: KernelStore) -> str:
+    return ", ".join(str(layer.root) for layer in store.layers)
 
 
 def _row(store: KernelStore, stored: StoredRecord) -> dict[str, object]:
@@ -205,15 +207,11 @@ def _print_report(report: FolderReport) -> None:
         typer.echo("  to set damaged records aside run: autokern cache repair")
 
 
-def _print_json(value: object) -> None:
-    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=2).decode())
-
-
 @contextlib.contextmanager
 def _one_line_errors() -> Iterator[None]:
     """A mistake is one line on stderr and exit code 2, also where this sub-command runs without the main command."""
     try:
         yield
     except AutokernError as error:
-        typer.echo(f"autokern: {error}", err=True)
-        raise typer.Exit(2) from error
+        shell.say(f"autokern: {shell.one_line(error)}")
+        raise typer.Exit(shell.EXIT_MISTAKE) from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -17,9 +16,10 @@ import typer
 
 from torch_autokern import config
 from torch_autokern.cli import shell
-from torch_autokern.errors import AutokernError, BoxError, InvalidInputError
+from torch_autokern.errors import AutokernError, BoxError, InvalidInputError, ToolchainError
 
 Status = Literal["ok", "warn", "fail"]
+_FIRST_STEPS = "autokern record -- python script.py, then autokern warm workload.json"
 _MARKS = {"ok": "[green]ok  [/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]"}
 
 
@@ -99,11 +99,13 @@ def _torch() -> Iterator[Finding]:
         yield Finding("torch", "fail", f"{torch.__version__}; 2.11 or newer is needed", "pip install 'torch>=2.11'")
         return
     what = "with CUDA " + torch.version.cuda if torch.version.cuda else "ROCm" if torch.version.hip else "CPU only"
-    is_nightly = ".dev" in torch.__version__
-    yield Finding(
-        "torch", "warn" if is_nightly or torch.version.hip else "ok", f"{torch.__version__} ({what})",
-        "nightly builds and ROCm are untested: stock runs wherever something does not fit" if is_nightly or torch.version.hip else "",
-    )  # fmt: skip
+    words = f"{torch.__version__} ({what})"
+    if ".dev" in torch.__version__ or torch.version.hip:
+        yield Finding(
+            "torch", "warn", f"{words}: nightly builds and ROCm are untested; stock runs wherever something does not fit"
+        )
+    else:
+        yield Finding("torch", "ok", words)
 
 
 def _extension() -> Iterator[Finding]:
@@ -184,22 +186,17 @@ def _gpu() -> Iterator[Finding]:
 
 def _compiler() -> Iterator[Finding]:
     """Serving needs no compiler; finding new CPU kernels does."""
-    asked = config.compiler()
-    names = [asked] if asked else ["c++", "g++", "clang++"]
-    found = next((path for path in map(shutil.which, names) if path), None)
-    if found is None:
-        what = f"AUTOKERN_CXX={asked} is not a program" if asked else "no c++, g++ or clang++ on PATH"
+    from torch_autokern.build.compile_cpp import find_compiler
+
+    try:
+        compiler = find_compiler()
+    except ToolchainError as error:
         yield Finding(
-            "compiler", "warn", f"{what}: stored kernels run, new CPU kernels cannot be made",
-            "install g++ or clang++ (Debian: apt-get install g++), or set AUTOKERN_CXX",
+            "compiler", "warn", f"{shell.one_line(error)}; stored kernels run, new CPU kernels cannot be made",
+            "install g++ or clang++ (Debian: apt-get install g++), or set AUTOKERN_CXX to one",
         )  # fmt: skip
         return
-    answer = subprocess.run([found, "--version"], capture_output=True, text=True, check=False, timeout=30)
-    first_line = (answer.stdout or answer.stderr).strip().partition("\n")[0]
-    if answer.returncode != 0:
-        yield Finding("compiler", "warn", f"{found} does not run: {first_line}", "set AUTOKERN_CXX to one that does")
-    else:
-        yield Finding("compiler", "ok", f"{found}: {first_line}")
+    yield Finding("compiler", "ok", f"{compiler.path}: {compiler.version}")
 
 
 def _box() -> Iterator[Finding]:
@@ -237,7 +234,7 @@ def _store() -> Iterator[Finding]:
     if store.counters.damaged:
         yield Finding("store", "warn", f"{words}; {store.counters.damaged} damaged ones", "autokern cache repair")
     elif not armed:
-        yield Finding("store", "warn", f"{words}: every call is stock", "autokern record -- python script.py, then autokern warm")
+        yield Finding("store", "warn", f"{words}: every call is stock", _FIRST_STEPS)
     else:
         yield Finding("store", "ok", words)
 

@@ -43,7 +43,7 @@ class ExplainedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def explain(
-    what: Annotated[str, typer.Argument(metavar="WORKLOAD|KEY", help="A workload file, or the first digits of a key's digest.")],
+    what: Annotated[str, typer.Argument(metavar="WORKLOAD|KEY", help="A workload file, or a key's first digits.")],
     show_all: Annotated[bool, typer.Option("--all", help="Every candidate record, not only the nearest ones.")] = False,
     as_json: shell.AsJson = False,
 ) -> None:

@@ -11,11 +11,13 @@ from torch_autokern.cli import cache, demo, doctor, explain, record, shell, stat
 
 app = typer.Typer(
     name="autokern",
-    help="Verified kernels for PyTorch: record what a model asks for, warm the store, see what is served.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+_HELP = "Verified kernels for PyTorch: record what a model asks for, warm the store, see what is served."
 
 
 def _print_version(wanted: bool) -> None:
@@ -24,11 +26,12 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")] = False,
-) -> None:
-    """Verified kernels for PyTorch: record what a model asks for, warm the store, see what is served."""
+_Version = Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")]
+
+
+@app.callback(help=_HELP)
+def _root(version: _Version = False) -> None:
+    """Options of the command itself; each sub-command has its own file."""
 
 
 app.command("record", context_settings=record.CONTEXT)(record.record)

@@ -33,13 +33,21 @@ def _exit_code(kind: str, target: str, args: list[str]) -> int:
             return request.code or 0
         print(request.code, file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        traceback.print_exc()
+    except KeyboardInterrupt as error:
+        _print_as_python_does(error)
         return 130
-    except Exception:  # noqa: BLE001 - the program's own error: shown as `python` shows it, and the exit code says so
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001 - the program's own error, and the exit code says so
+        _print_as_python_does(error)
         return 1
     return 0
+
+
+def _print_as_python_does(error: BaseException) -> None:
+    """The traceback from the program's first frame on."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
+        frame = frame.tb_next
+    traceback.print_exception(type(error), error, frame)
 
 
 def _run(kind: str, target: str, args: list[str]) -> None:

@@ -97,7 +97,7 @@ class Task:
 
 
 @dataclass
-class _Score:
+class Score:
     """Running totals of every result against one output's truth."""
 
     tallies: list[Tally]
@@ -124,16 +124,17 @@ def limits_for(task: Task, output: int, family: Family, elements: int, stock: Se
 
 
 def evaluate(
-    task: Task, family: Family, tensors: Outputs, results: Sequence[Outputs], stock: Outputs
-) -> list[_Score]:
+    task: Task, family: Family, tensors: Outputs, results: Sequence[Outputs], stock: Outputs, located: int | None = None
+) -> list[Score]:
     """Score several results of one call at once; one entry per output, empty scores for absent outputs.
 
-    Truth is computed in chunks of independent rows, so that its temporaries stay in cache.
+    Truth is computed in chunks of independent rows, so that its temporaries stay in cache. Positions are looked up for the
+    first `located` results only (all by default).
     """
     axis = row_axis(task.spec, task.key)
-    scores = [_Score([Tally() for _ in results]) for _ in task.key.outputs]
-    rows = int(next(t.shape[d] for t, d in zip(stock, axis.outputs, strict=True) if t is not None and d is not None)
-               if any(d is not None for d in axis.outputs) else 1)  # fmt: skip
+    scores = [Score([Tally() for _ in results]) for _ in task.key.outputs]
+    cut = next(((t, dim) for t, dim in zip(stock, axis.outputs, strict=True) if t is not None and dim is not None), None)
+    rows = 1 if cut is None else cut[0].shape[cut[1]]
     numel = max(t.numel() for t in (*tensors, *stock) if t is not None)
     step = max(1, min(rows, _CHUNK_ELEMENTS * rows // max(numel, 1)))
     for start in range(0, rows, step):
@@ -147,31 +148,38 @@ def evaluate(
             reference = stock_part[index]
             if reference is None:
                 continue
-            origin = (axis.outputs[index], start)
-            _score_chunk(task, family, score, truth[index], scale[index], [p[index] for p in parts], reference, origin)
+            chunk = _Chunk(task, family, truth[index], scale[index], reference, axis.outputs[index], start)
+            chunk.score(score, [p[index] for p in parts], len(results) if located is None else located)
     return scores
 
 
-def envelope(
-    task: Task, family: Family, tensors: Outputs, stock: Outputs, generator: torch.Generator
-) -> list[list[Pool]]:
-    """Stock's pooled errors over `PERMUTATIONS` orders, per output; on a random run of rows where the key is large."""
+def evaluate_with_envelope(
+    task: Task, family: Family, tensors: Outputs, candidates: Sequence[Outputs], stock: Outputs, generator: torch.Generator
+) -> tuple[list[Score], list[list[Pool]]]:
+    """Scores of the candidate's results, and per output stock's pools: as called, then over `PERMUTATIONS` orders.
+
+    Orders of a large key are tried on a random run of rows of about `ENVELOPE_ELEMENTS`.
+    """
     axis = row_axis(task.spec, task.key)
     largest = max(t.numel() for t in (*tensors, *stock) if t is not None)
     length = max(1, min(axis.size, ENVELOPE_ELEMENTS * axis.size // largest))
     start = int(torch.randint(0, axis.size - length + 1, (), generator=generator))
-    part = axis.cut(tensors, start, length)
-    stock_part = axis.cut_outputs(stock, start, length)
+    part, stock_part = axis.cut(tensors, start, length), axis.cut_outputs(stock, start, length)
     count = permutable(task.spec, task.key).length
     orders = [Permutation.draw(count, generator) for _ in range(PERMUTATIONS)]
-    results = [permuted_stock(task.spec, task.key, part, order) for order in orders]
-    scores = evaluate(task, family, part, results, stock_part)
-    return [[tally.pool for tally in score.tallies] for score in scores]
+    permuted = [permuted_stock(task.spec, task.key, part, order) for order in orders]
+    ours = len(candidates)
+    if length == axis.size:
+        scores = evaluate(task, family, tensors, [*candidates, stock, *permuted], stock, ours)
+        pools = [[tally.pool for tally in score.tallies[ours:]] for score in scores]
+    else:
+        scores = evaluate(task, family, tensors, [*candidates, stock], stock, ours)
+        further = evaluate(task, family, part, permuted, stock_part, 0)
+        pools = [[a.tallies[ours].pool] + [t.pool for t in b.tallies] for a, b in zip(scores, further, strict=True)]
+    return [Score(score.tallies[:ours], score.ulp) for score in scores], pools
 
 
-def _scales(
-    task: Task, family: Family, truth: Sequence[torch.Tensor], tensors: Outputs
-) -> tuple[torch.Tensor, ...]:
+def _scales(task: Task, family: Family, truth: Sequence[torch.Tensor], tensors: Outputs) -> tuple[torch.Tensor, ...]:
     if task.accuracy.kind == "tolerance":
         return tuple(t.abs().mul_(task.accuracy.rtol).add_(task.accuracy.atol) for t in truth)
     scale = task.spec.scale(truth, tensors, task.key.scalars)
@@ -196,57 +204,78 @@ def _absolute(
     return scale[0] + slope * (size * truth[2]), scale[1] + size, scale[2]
 
 
-def _score_chunk(
-    task: Task, family: Family, score: _Score, truth: torch.Tensor, scale: torch.Tensor, results: Outputs,
-    stock: torch.Tensor, origin: tuple[int | None, int],
-) -> None:  # fmt: skip
-    info = torch.finfo(stock.dtype)
-    natural = _without_repeats(scale)
-    zero = scale == 0 if family is not Family.DENORMAL and bool((natural == 0).any()) else None
-    unit = _like(natural.clamp(min=info.tiny), scale)
-    exact = family is Family.INTEGERS and task.spec.name in ("mm", "bmm") and task.accuracy.kind != "tolerance"
-    size = truth.abs().div_(unit).mul_(info.eps)
-    clean = bool(torch.isfinite(size.sum())) and float(truth.abs().max()) <= info.max
-    if clean:
-        score.ulp.add(_pool(size))
-    for got, tally in zip(results, score.tallies, strict=True):
-        assert got is not None
-        error = got.double().sub_(truth).abs_()
-        if family is Family.DENORMAL:
-            error.sub_(info.tiny).clamp_(min=0)
-        error.div_(unit)
-        pool = _pool(error)
-        if not (clean and math.isfinite(pool.sum_squares)):
-            error = _only_comparable(error, tally, got, truth, scale, stock, origin, task.spec.uses_matmul_precision)
+@dataclass(frozen=True)
+class _Chunk:
+    """One output's rows from `start` on dimension `dim`: what is true there, in which unit, and what stock says."""
+
+    task: Task
+    family: Family
+    truth: torch.Tensor
+    scale: torch.Tensor
+    stock: torch.Tensor
+    dim: int | None
+    start: int
+
+    def score(self, score: Score, results: Outputs, located: int) -> None:
+        """Add every result's errors to its tally."""
+        info = torch.finfo(self.stock.dtype)
+        natural = _without_repeats(self.scale)
+        has_zero = self.family is not Family.DENORMAL and bool((natural == 0).any())
+        zero = self.scale == 0 if has_zero else None
+        unit = natural.clamp(min=info.tiny).expand(self.scale.shape)
+        ulp = self.truth.abs()
+        clean = float(ulp.amax()) <= info.max and bool(torch.isfinite(self.stock).all())  # NaN <= max is False
+        if clean:
+            score.ulp.add(_pool(ulp.mul_(info.eps).div_(unit)))
+        for number, (got, tally) in enumerate(zip(results, score.tallies, strict=True)):
+            assert got is not None
+            wanted = number < located
+            error = self._errors(got, unit, clean, tally if wanted else None)
             pool = _pool(error)
-        if exact:
-            error = (got.double() != truth.to(stock.dtype).double()).double()
-            pool = _pool(error.mul_(_WRONG_INTEGER))
-        if zero is not None and bool((wrong := zero & (got != 0) & torch.isfinite(got)).any()):
-            tally.nonzero = tally.nonzero or _place(wrong.to(torch.uint8), got, truth, origin)
-        if pool.largest > tally.pool.largest:
-            tally.worst = _place(error, got, truth, origin)
-        tally.pool.add(pool)
+            if wanted and pool.largest > tally.pool.largest:
+                tally.worst = self._place(error, got)
+            tally.pool.add(pool)
+            if wanted and zero is not None and tally.nonzero is None:
+                wrong = zero & (got != 0) & torch.isfinite(got)
+                tally.nonzero = self._place(wrong.to(torch.uint8), got) if bool(wrong.any()) else None
 
+    def _errors(self, got: torch.Tensor, unit: torch.Tensor, clean: bool, tally: Tally | None) -> torch.Tensor:
+        """Elementwise errors in units of the scale, 0 where nothing is measured."""
+        if self.family is Family.INTEGERS and self.task.spec.name in ("mm", "bmm") and self.task.accuracy.kind != "tolerance":
+            return (got.double() != self.truth.to(self.stock.dtype).double()).double().mul_(_WRONG_INTEGER)
+        error = got.double().sub_(self.truth).abs_()
+        if self.family is Family.DENORMAL:
+            error.sub_(torch.finfo(self.stock.dtype).tiny).clamp_(min=0)
+        error.div_(unit)
+        if clean and math.isfinite(float(error.sum())):
+            return error
+        return self._only_comparable(error, got, tally)
 
-def _only_comparable(
-    error: torch.Tensor, tally: Tally, got: torch.Tensor, truth: torch.Tensor, scale: torch.Tensor,
-    stock: torch.Tensor, origin: tuple[int | None, int], is_product: bool,
-) -> torch.Tensor:  # fmt: skip
-    """Check the kinds of NaN and infinity position by position; keep only the errors of finite elements.
+    def _only_comparable(self, error: torch.Tensor, got: torch.Tensor, tally: Tally | None) -> torch.Tensor:
+        """Check the kinds of NaN and infinity position by position; keep only the errors of finite elements.
 
-    Where stock and the rounded truth are of one kind the result must be too. Where they differ (stock overflowed on the way,
-    or a product's sum |a||b| exceeds a quarter of the largest number) either is right and nothing is measured.
-    """
-    rounded = truth.to(stock.dtype)
-    expected, theirs, ours = _kind(rounded), _kind(stock), _kind(got)
-    bound = expected == theirs
-    if is_product:
-        bound &= ~(scale > torch.finfo(stock.dtype).max / 4)
-    wrong = bound & (ours != expected)
-    if tally.nonfinite is None and bool(wrong.any()):
-        tally.nonfinite = _place(wrong.to(torch.uint8), got, truth, origin)
-    return torch.where(bound & (expected == 0) & (ours == 0), error, torch.zeros_like(error))
+        Where stock and the rounded truth are of one kind the result must be too. Where they differ (stock overflowed on the
+        way, or a product's sum |a||b| exceeds a quarter of the largest number) either is right and nothing is measured.
+        """
+        expected, theirs, ours = _kind(self.truth.to(self.stock.dtype)), _kind(self.stock), _kind(got)
+        bound = expected == theirs
+        if self.task.spec.uses_matmul_precision:
+            bound &= ~(self.scale > torch.finfo(self.stock.dtype).max / 4)
+        wrong = bound & (ours != expected)
+        if tally is not None and tally.nonfinite is None and bool(wrong.any()):
+            tally.nonfinite = self._place(wrong.to(torch.uint8), got)
+        return torch.where(bound & (expected == 0) & (ours == 0), error, torch.zeros_like(error))
+
+    def _place(self, score: torch.Tensor, got: torch.Tensor) -> Place:
+        flat = int(score.reshape(-1).argmax())
+        index = []
+        for size in reversed(score.shape):  # torch.unravel_index imports sympy: 1.6 s
+            flat, position = divmod(flat, size)
+            index.insert(0, position)
+        seen, wanted = float(got[tuple(index)]), float(self.truth[tuple(index)])
+        if self.dim is not None:
+            index[self.dim] += self.start
+        return Place(tuple(index), repr(seen), repr(wanted))
 
 
 def _kind(values: torch.Tensor) -> torch.Tensor:
@@ -261,24 +290,10 @@ def _pool(error: torch.Tensor) -> Pool:
     return Pool(float(torch.dot(flat, flat)), flat.numel(), _finite(largest))
 
 
-def _place(score: torch.Tensor, got: torch.Tensor, truth: torch.Tensor, origin: tuple[int | None, int]) -> Place:
-    index = [int(i) for i in torch.unravel_index(torch.nan_to_num(score.reshape(-1), nan=_HUGE).argmax(), score.shape)]
-    seen, wanted = float(got[tuple(index)]), float(truth[tuple(index)])
-    dim, start = origin
-    if dim is not None:
-        index[dim] += start
-    return Place(tuple(index), repr(seen), repr(wanted))
-
-
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
     sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(sizes, tensor.stride())
 
 
-def _like(dense: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return dense.expand(scale.shape)
-
-
 def _finite(value: float) -> float:
     return value if value <= _HUGE else _HUGE  # also NaN
-

@@ -179,5 +179,3 @@ def pooled(reports: Sequence[FamilyReport], task: Task) -> tuple[Evidence, Refus
         if broken is not None:
             return evidence, broken
     return evidence, evidence.check()
-
-

@@ -132,9 +132,7 @@ def _derive(spec: OpSpec, key: KernelKey, inputs: InputSet) -> None:
         _writable(output).copy_(forward(torch.nan_to_num(grad.roll(1, 0)), int(key.scalars["dim"])))  # type: ignore[arg-type]
     elif spec.name == "native_layer_norm_backward":
         shape = key.scalars["normalized_shape"]
-        _, mean, rstd = SPECS["native_layer_norm"].stock(
-            (tensors[1], None, None), {"normalized_shape": shape, "eps": 1e-5}
-        )
+        _, mean, rstd = SPECS["native_layer_norm"].stock((tensors[1], None, None), {"normalized_shape": shape, "eps": 1e-5})
         for index, value in ((2, mean), (3, rstd)):
             saved = tensors[index]
             assert saved is not None

@@ -144,9 +144,7 @@ class Permutation:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(moved)
 
 
-def permuted_stock(
-    spec: OpSpec, key: KernelKey, tensors: Tensors, order: Permutation
-) -> tuple[torch.Tensor | None, ...]:
+def permuted_stock(spec: OpSpec, key: KernelKey, tensors: Tensors, order: Permutation) -> tuple[torch.Tensor | None, ...]:
     """Stock's results on permuted inputs, put back into the original order."""
     where = permutable(spec, key)
     moved = tuple(order.apply(t, axes) for t, axes in zip(tensors, where.inputs, strict=True))

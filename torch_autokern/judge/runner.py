@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from torch_autokern.build.box import enter_box
-from torch_autokern.errors import BoxError, PlanError
+from torch_autokern.errors import BoxError, BuildError, PlanError
 from torch_autokern.judge import measure, protocol
 from torch_autokern.judge.accuracy import Task
 from torch_autokern.judge.families import Family
@@ -39,16 +38,15 @@ def main(arguments: list[str]) -> int:
         return 0
     protocol.send(answers, protocol.Ready(level))
     while (received := protocol.receive_job(jobs)) is not None:
-        job, binary = received
         try:
-            serve(job, lambda: load_cpu_kernel(binary, job.identity, job.plan, job.key), answers, cache_bytes)
+            serve(*received, answers, cache_bytes)
             protocol.send(answers, protocol.Finished())
         except RefusedError as error:
             protocol.send(answers, protocol.Refused(error.refusal))
     return 0
 
 
-def serve(job: protocol.Job, load: Callable[[], CandidateCode], answers: int, cache_bytes: int) -> None:
+def serve(job: protocol.Job, binary: bytes, answers: int, cache_bytes: int) -> None:
     """Run one job and send its reports.
 
     Raises:
@@ -61,10 +59,7 @@ def serve(job: protocol.Job, load: Callable[[], CandidateCode], answers: int, ca
         protocol.send(answers, protocol.Entering(phase, allowed_s))
 
     notify("loading", 30.0)
-    try:
-        code = load()
-    except PlanError as error:
-        raise RefusedError(Refusal(Reason.BAD_PLAN, str(error))) from error
+    code = _load(job, binary)
     deterministic = True
     for number, trial in enumerate(job.trials):
         place = _placement(number, task)
@@ -77,6 +72,17 @@ def serve(job: protocol.Job, load: Callable[[], CandidateCode], answers: int, ca
     if job.timing is not None:
         sides = measure.stock_side(task), measure.candidate_side(code)
         _answer(answers, measure.measure(task, *sides, job.timing, notify, cache_bytes, deterministic=deterministic))
+
+
+def _load(job: protocol.Job, binary: bytes) -> CandidateCode:
+    try:
+        return load_cpu_kernel(binary, job.identity, job.plan, job.key)
+    except PlanError as error:
+        raise RefusedError(Refusal(Reason.BAD_PLAN, str(error))) from error
+    except BuildError as error:
+        raise RefusedError(Refusal(Reason.STATIC_RULE, str(error))) from error
+    except RuntimeError as error:  # the loader's own: bytes that do not load, or an index outside the key's tensors
+        raise RefusedError(Refusal(Reason.BAD_PLAN, str(error).splitlines()[0])) from error
 
 
 def _answer(answers: int, message: FamilyReport | protocol.StateReport | measure.TimingReport) -> None:

@@ -35,9 +35,9 @@ from torch_autokern.judge.protocol import Job, Refused, StateReport, Trial
 from torch_autokern.judge.verify import FamilyReport
 from torch_autokern.ops import SPECS
 from torch_autokern.store.key import KernelKey, Target
-from torch_autokern.store.record import Timing, Verdict
+from torch_autokern.store.record import FamilyError, Timing, Verdict
 
-__all__ = ["Accuracy", "Reason", "Refusal", "ScreenResult", "close_screen", "judge", "screen"]
+__all__ = ["Accuracy", "Reason", "Refusal", "ScreenResult", "check", "close_screen", "judge", "screen"]
 
 PROCESSES = 3
 _PHYSICS_SLACK = 0.5  # a candidate under half the time of copying its bytes did not touch them all
@@ -118,6 +118,28 @@ def screen(
     stock, ours = statistics.median(timed.stock_us), statistics.median(timed.candidate_us)
     seconds = time.perf_counter() - started
     return ScreenResult(interval.ratio, interval.low, interval.high, stock, ours, evidence.families(), seconds)
+
+
+def check(
+    artifact: Artifact, key: KernelKey, target: Target, accuracy: Accuracy | str = "stock", *, allow_weak_box: bool = False,
+    trials: int = 3,
+) -> tuple[FamilyError, ...] | Refusal:  # fmt: skip
+    """Right or not, without timing: `trials` of every family and the checks of state, in one fresh process.
+
+    Raises:
+        JudgeError: the judge itself failed (not the candidate's fault).
+        InvalidInputError: `accuracy` is not a class.
+    """
+    task = Task(SPECS[key.op], key, as_accuracy(accuracy))
+    unsupported = check_supported(key)
+    if unsupported is not None:
+        return Refusal(Reason.UNSUPPORTED_KEY, unsupported)
+    drawn = tuple(Trial(family.value, _seed()) for _ in range(trials) for family in families_for(task.spec, key))
+    with RunnerProcess(allow_weak_box=allow_weak_box) as runner:
+        found = _collect(runner, _job(artifact, task, target, drawn, None, state=True), artifact.binary, Evidence(task))
+    if isinstance(found, Refusal):
+        return found
+    return found.evidence.check() or found.evidence.families()
 
 
 def judge(
@@ -292,5 +314,3 @@ def _verdict(task: Task, evidence: Evidence, checks: dict[str, str], timings: Se
         timings=tuple(timings),
         judge_version=JUDGE_VERSION,
     )
-
-

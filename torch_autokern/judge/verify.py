@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from torch_autokern.judge import vacuity
-from torch_autokern.judge.accuracy import OutputReport, Place, Tally, Task, envelope, evaluate, limits_for
+from torch_autokern.judge.accuracy import OutputReport, Place, Tally, Task, evaluate, evaluate_with_envelope, limits_for
 from torch_autokern.judge.families import Family
 from torch_autokern.judge.inputs import InputSet, make_inputs
 from torch_autokern.judge.memory import OUTPUT_GUARD, POISONS, Placement, Region, allocate, bits, perturb_heap, same_bits
@@ -73,21 +73,19 @@ def check_family(
     deterministic = len(results) == 1
     if task.accuracy.kind == "exact":
         _require_stock_bits(runner, results, stock, deterministic)
-    scores = evaluate(task, family, inputs.tensors, [*results, stock], stock)
-    orders = envelope(task, family, inputs.tensors, stock, generator)
+    scores, pools = evaluate_with_envelope(task, family, inputs.tensors, results, stock, generator)
     reports: list[OutputReport | None] = []
     for index, score in enumerate(scores):
         if stock[index] is None:
             reports.append(None)
             continue
-        *ours, theirs = score.tallies
-        pools = (theirs.pool, *orders[index])
+        ours = score.tallies
         elements = stock[index].numel()  # type: ignore[union-attr]
-        limit = limits_for(task, index, family, elements, pools, score.ulp).largest
+        limit = limits_for(task, index, family, elements, pools[index], score.ulp).largest
         if third is results[-1] and not deterministic and ours[0].pool.largest <= limit < ours[-1].pool.largest:
             raise runner.refused(Reason.STALE_RESULT, _STALE, index, ours[-1].worst)
         worst = max(ours, key=lambda t: (t.nonfinite is not None or t.nonzero is not None, t.pool.largest))
-        reports.append(OutputReport(elements, worst, pools, score.ulp))
+        reports.append(OutputReport(elements, worst, tuple(pools[index]), score.ulp))
     probes = _probe(task, family, inputs, stock) if with_probes else {}
     return FamilyReport(family.value, seed, tuple(reports), deterministic, probes)
 
@@ -220,7 +218,10 @@ def check_state(task: Task, code: CandidateCode, seed: int, notify: Notify, *, d
     wanted = [code.run(inputs.tensors) for inputs in sets]
     check_layout(task, wanted[0], sets[0], runner)
     if not deterministic:
-        return {"layout": "passed: sizes, strides and dtypes equal", "repeats": "not guaranteed: results differ from run to run"}
+        return {
+            "layout": "passed: sizes, strides and dtypes equal",
+            "repeats": "not guaranteed: results differ from run to run",
+        }
     wanted = [tuple(None if t is None else t.clone() for t in results) for results in wanted]
     for inputs, results in zip(sets, wanted, strict=True):
         if not _all_same(runner.once(inputs, "heap", POISONS[1]), results):
@@ -230,7 +231,10 @@ def check_state(task: Task, code: CandidateCode, seed: int, notify: Notify, *, d
     for turn in range(repeats):
         if not _all_same(code.run(sets[turn % 2].tensors), wanted[turn % 2]):
             raise runner.refused(Reason.STALE_RESULT, f"call {turn + 1} of a row of calls differs from the first ones.")
-    checks = {"repeats": f"passed: {repeats} alternating calls bitwise equal", "layout": "passed: sizes, strides and dtypes equal"}
+    checks = {
+        "repeats": f"passed: {repeats} alternating calls bitwise equal",
+        "layout": "passed: sizes, strides and dtypes equal",
+    }
     checks["threads"] = _other_thread_counts(task, code, sets[0], wanted[0], runner, notify)
     checks["concurrent callers"] = _concurrently(task, code, sets, wanted, runner, notify)
     return checks

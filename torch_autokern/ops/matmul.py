@@ -59,9 +59,7 @@ def _plain(name: str, index: int) -> OpSpec:
 
 def _with_addend(name: str, index: int, left: str, right: str) -> OpSpec:
     args = (Arg("self", "tensor"), Arg(left, "tensor"), Arg(right, "tensor"), Arg("beta", "scalar"), Arg("alpha", "scalar"))
-    return OpSpec(
-        name, index, args, _added, _added_scale, _flops, _reduced, parameters=(0,), uses_matmul_precision=True
-    )
+    return OpSpec(name, index, args, _added, _added_scale, _flops, _reduced, parameters=(0,), uses_matmul_precision=True)
 
 
 SPECS = (

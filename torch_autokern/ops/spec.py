@@ -121,6 +121,7 @@ class OpSpec:
             outputs=tuple(None if t is None else tensor_key(t) for t in results),
             flush_denormal=flush_denormal,
             mkldnn=torch._C._get_mkldnn_enabled(),
+            matmul_precision=_matmul_precision(first) if self.uses_matmul_precision else "ieee",
         )
 
     def bytes_moved(self, key: KernelKey) -> int:
@@ -171,6 +172,14 @@ class OpSpec:
             mkldnn=not flags & _FLAG_NO_MKLDNN,
             matmul_precision=precision if self.uses_matmul_precision else "ieee",
         )
+
+
+def _matmul_precision(first: torch.Tensor) -> str:
+    """What the router reads: it matters to float32 products only, and unset means IEEE."""
+    if first.dtype != torch.float32:
+        return "ieee"
+    precision = str(torch._C._get_fp32_precision_getter("cuda" if first.is_cuda else "mkldnn", "matmul"))
+    return precision if precision in ("tf32", "bf16") else "ieee"
 
 
 def op_index(words: Sequence[int]) -> int:

@@ -211,4 +211,3 @@ def _notes(target: object, is_optimized: Callable[[nn.Module], bool], current: S
     elif not process_wide:
         notes.append("a function is served inside enabled(), after enable(), or when wrapped by optimize()")
     return tuple(notes)
-

@@ -17,7 +17,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     `ratio` is stock over autokern (above 1: faster) and `ratio_low` the lower bound of its interval. `error` and
     `stock_error` are largest elementwise errors against float64, in units of the op's natural scale. `served` is True, or the
     reason of the miss; a missed case is stock on both sides. `pages` says whether output pages were fresh or resident.
-    `limit_ms` is the time that the memory system or the arithmetic needs at least; `best_peer` the fastest other library.
+    `limit_ms` is the time that the memory system or the arithmetic needs at least; `best_peer` the fastest other library. `added_us` is own time
+    less stock's, with its spread (10th and 90th percentile), where host time is the question.
     """
 
     case: str
@@ -34,6 +35,9 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     limit_ms: float | None = None
     best_peer: str | None = None
     best_peer_ms: float | None = None
+    added_us: float | None = None
+    added_us_low: float | None = None
+    added_us_high: float | None = None
     note: str | None = None
 
 
@@ -96,7 +100,7 @@ def load_measurement(path: Path) -> Measurement:
     except OSError as error:
         raise InvalidInputError(f"cannot read measurement {path}: {error.strerror}") from error
     except msgspec.DecodeError as error:
-        raise InvalidInputError(f"{path} is not a measurement ({error}); write one with: autokern demo --json {path}") from error
+        raise InvalidInputError(f"{path} is not a measurement ({error}); write one: autokern demo --json {path}") from error
 
 
 def geometric_mean(ratios: Sequence[float]) -> float:

@@ -65,6 +65,8 @@ def _quickest_us(stock: Side, own: Side) -> float:
 def _bracket_ms(side: Side, calls: int) -> float:
     work = side.work
     with side.scope():
+        if calls > 1:
+            work()  # a scope that has just opened has cold caches; a call in the middle of a program has not
         gc.disable()
         begin = time.perf_counter_ns()
         for _ in range(calls):

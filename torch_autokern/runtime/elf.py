@@ -23,18 +23,22 @@ _SEGMENTS = {1: "LOAD", 2: "DYNAMIC", 4: "NOTE", 6: "PHDR", 0x6474E550: "EH_FRAM
 _X, _W = 1, 2
 _NEEDED, _PLTRELSZ, _HASH, _STRTAB, _SYMTAB, _RELA, _RELASZ, _STRSZ, _JMPREL = 1, 2, 4, 5, 6, 7, 8, 10, 23
 _FLAGS, _RELRSZ, _RELR, _GNU_HASH = 30, 35, 36, 0x6FFFFEF5
-_FORBIDDEN_TAGS = {12: "DT_INIT", 13: "DT_FINI", 25: "DT_INIT_ARRAY", 26: "DT_FINI_ARRAY", 32: "DT_PREINIT_ARRAY", 15: "DT_RPATH",
-                   29: "DT_RUNPATH", 22: "DT_TEXTREL"}  # fmt: skip
+_FORBIDDEN_TAGS = {
+    12: "DT_INIT", 13: "DT_FINI", 25: "DT_INIT_ARRAY", 26: "DT_FINI_ARRAY", 32: "DT_PREINIT_ARRAY", 15: "DT_RPATH",
+    29: "DT_RUNPATH", 22: "DT_TEXTREL",
+}  # fmt: skip
 _ALLOWED_TAGS = frozenset({
-    0, _NEEDED, _PLTRELSZ, 3, _HASH, _STRTAB, _SYMTAB, _RELA, _RELASZ, 9, _STRSZ, 11, 14, 16, 20, 21, _JMPREL, 24, _FLAGS, _RELRSZ,
-    _RELR, 37, _GNU_HASH, 0x6FFFFFF0, 0x6FFFFFF9, 0x6FFFFFFB, 0x6FFFFFFE, 0x6FFFFFFF, 0x70000001, 0x70000003, 0x70000005,
+    0, _NEEDED, _PLTRELSZ, 3, _HASH, _STRTAB, _SYMTAB, _RELA, _RELASZ, 9, _STRSZ, 11, 14, 16, 20, 21, _JMPREL, 24, _FLAGS,
+    _RELRSZ, _RELR, 37, _GNU_HASH, 0x6FFFFFF0, 0x6FFFFFF9, 0x6FFFFFFB, 0x6FFFFFFE, 0x6FFFFFFF, 0x70000001, 0x70000003,
+    0x70000005,
 })  # fmt: skip
 _DF_TEXTREL = 4
 # 64-bit address, GOT entry, PLT entry, load-relative: no IFUNC, no thread-local storage, no copies.
 _RELOCATIONS = {62: frozenset({1, 6, 7, 8}), 183: frozenset({257, 1025, 1026, 1027})}
 _FUNCTION, _OBJECT = 2, 1
 _LIBRARIES = frozenset({
-    "libm.so.6", "libc.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.musl-x86_64.so.1", "libc.musl-aarch64.so.1",
+    "libm.so.6", "libc.so.6", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1", "libc.musl-x86_64.so.1",
+    "libc.musl-aarch64.so.1",
 })  # fmt: skip
 _LIBM = (
     "acos acosh asin asinh atan atan2 atanh cbrt ceil copysign cos cosh erf erfc exp exp2 exp10 expm1 fabs fdim floor fma fmax"

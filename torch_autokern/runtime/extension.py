@@ -24,7 +24,7 @@ class ExtensionState:
 
 
 def major_minor(version: str) -> str:
-    """"2.13.0+cpu" -> "2.13"."""
+    """ "2.13.0+cpu" -> "2.13"."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 

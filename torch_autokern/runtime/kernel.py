@@ -50,9 +50,7 @@ def load_cpu_kernel(binary: bytes, identity: str, plan: LaunchPlan, key: KernelK
     native = extension()
     library = native.Library.load(binary, identity)
     names = {workspace.name: index for index, workspace in enumerate(plan.workspaces)}
-    steps = [
-        (step.entry, step.range, step.grain, [_pointer(arg, key, names) for arg in step.args]) for step in plan.steps
-    ]
+    steps = [(step.entry, step.range, step.grain, [_pointer(arg, key, names) for arg in step.args]) for step in plan.steps]
     workspaces = [(workspace.size_bytes, workspace.zeroed) for workspace in plan.workspaces]
     outputs = [_layout(output) for output in key.outputs]
     return LoadedKernel(key, native.Kernel(record_id, library, steps, workspaces, outputs, len(key.tensors)))

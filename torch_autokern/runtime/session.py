@@ -158,4 +158,3 @@ def session() -> Session:
 def accuracy_code(accuracy: AccuracyClass) -> int:
     """The router's number of an accuracy policy."""
     return CLASSES.index(accuracy)
-

@@ -50,15 +50,17 @@ def choose_folder() -> FolderChoice:
     return FolderChoice(None, "no folder can be written: records last as long as this process", tuple(tried), tuple(read_only))
 
 
-def require_folder() -> FolderChoice:
-    """Like `choose_folder`, for a person who is present.
+def require_folder(*, to_write: bool = True) -> FolderChoice:
+    """Like `choose_folder`, for a person who is present; without `to_write` a folder that can only be read will do.
 
     Raises:
         InvalidInputError: ``AUTOKERN_STORE`` names a folder that cannot be used.
-        StoreError: no folder can be written.
+        StoreError: no folder can be used.
     """
     choice = choose_folder()
     explicit = config.store_folder()
+    if not to_write and choice.read_only:
+        return choice
     if explicit is not None and choice.tried:
         path, reason = choice.tried[0]
         raise InvalidInputError(f"AUTOKERN_STORE={explicit} cannot be used ({path}: {reason}); name a private, writable folder")

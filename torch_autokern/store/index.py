@@ -13,9 +13,9 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 
@@ -30,6 +30,8 @@ _PREFIX = struct.Struct("<8sIII")
 _ROW = struct.Struct("<32s32sHHBBddd")
 _ACCURACIES: tuple[AccuracyClass, ...] = get_args(AccuracyClass)
 _DETERMINISMS: tuple[Determinism, ...] = get_args(Determinism)
+# Whether records for a target, measured against a stock build (torch major.minor), are wanted.
+Accepts = Callable[[Target, str], bool]
 _REGIMES = ("eager", "compiled", "graph")
 
 
@@ -68,8 +70,18 @@ class RecordIndex:
     def __len__(self) -> int:
         return self._count
 
-    def __iter__(self) -> Iterator[IndexRow]:
-        return (self._row(number) for number in range(self._count))
+    def rows(self, accepts: Accepts | None = None) -> Iterator[IndexRow]:
+        """All rows in order, or those whose target and stock build `accepts`; it is asked once for each pair, so that rows made
+        for other machines cost nothing but their bytes."""
+        answers: dict[tuple[int, int], bool] = {}
+        for row in _ROW.iter_unpack(memoryview(self._raw)[self._rows : -32]):
+            if accepts is not None:
+                pair = (row[2], row[3])
+                if pair not in answers:
+                    answers[pair] = accepts(self._targets[row[2]], self._stock_builds[row[3]])
+                if not answers[pair]:
+                    continue
+            yield self._decode(row)
 
     def lookup(self, key_digest: str) -> tuple[IndexRow, ...]:
         """The rows of one key, in order of record id."""
@@ -80,13 +92,11 @@ class RecordIndex:
         for number in range(first, last):
             offset = self._rows + number * _ROW.size
             if self._raw[offset : offset + 32] == digest:
-                found.append(self._row(number))
+                found.append(self._decode(_ROW.unpack_from(self._raw, offset)))
         return tuple(found)
 
-    def _row(self, number: int) -> IndexRow:
-        key, record, target, build, accuracy, determinism, *ratios = _ROW.unpack_from(
-            self._raw, self._rows + number * _ROW.size
-        )
+    def _decode(self, row: tuple[Any, ...]) -> IndexRow:
+        key, record, target, build, accuracy, determinism, *ratios = row
         return IndexRow(
             key_digest=key.hex(),
             record_id=record.hex(),

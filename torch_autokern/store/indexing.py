@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from torch_autokern.store.files import list_folder, make_folders, publish_file, remove_file, sync_folders
-from torch_autokern.store.index import IndexRow, RecordIndex, encode_index, read_index, row_of
+from torch_autokern.store.index import Accepts, IndexRow, RecordIndex, encode_index, read_index, row_of
 from torch_autokern.store.layout import index_file, key_folder, pending_folder, pending_name
 from torch_autokern.store.lock import work_lock
 from torch_autokern.store.reading import read_record, record_files
@@ -18,7 +18,7 @@ from torch_autokern.store.record import StoredRecord
 
 COMPACT_ABOVE = 256
 _STALE_PENDING_S = 86_400.0
-_EMPTY = RecordIndex(encode_index(()))
+_LOCK = "index"
 
 
 class FolderIndex(msgspec.Struct, frozen=True):
@@ -31,9 +31,11 @@ class FolderIndex(msgspec.Struct, frozen=True):
         """The rows of one key."""
         return self.listed.lookup(key_digest) + self.recent.get(key_digest, ())
 
-    def rows(self) -> list[IndexRow]:
-        """All rows."""
-        return [*self.listed, *(row for rows in self.recent.values() for row in rows)]
+    def rows(self, accepts: Accepts | None = None) -> list[IndexRow]:
+        """All rows, or those whose target and stock build `accepts`."""
+        recent = (row for rows in self.recent.values() for row in rows)
+        kept = (row for row in recent if accepts is None or accepts(row.target, row.stock_build))
+        return [*self.listed.rows(accepts), *kept]
 
 
 def announce(root: Path, key_digest: str, record_id: str) -> None:
@@ -52,33 +54,42 @@ def announce(root: Path, key_digest: str, record_id: str) -> None:
 
 def open_index(root: Path, *, writable: bool) -> FolderIndex:
     """The index of a folder with what is pending; derived from the records where it is missing or damaged."""
-    pending = list_folder(pending_folder(root))
+    pending = list_folder(pending_folder(root))  # before the list: whoever merges writes the list first
     listed = read_index(root)
     if listed is None:
         return derive_index(root, writable=writable)
-    index = FolderIndex(listed, _recent_rows(root, pending, listed))
     if writable and len(pending) > COMPACT_ABOVE:
-        _write(root, index.rows(), pending)
-    return index
+        _merge_pending(root)
+    return FolderIndex(listed, _recent_rows(root, pending, listed))
 
 
 def derive_index(root: Path, *, writable: bool) -> FolderIndex:
     """Read every record and list the whole ones; write the list where that is possible."""
-    pending = list_folder(pending_folder(root))
-    whole = (stored for stored in map(read_record, record_files(root)) if isinstance(stored, StoredRecord))
-    rows = [row_of(stored) for stored in whole]
-    if not rows:
-        return FolderIndex(_EMPTY, {})
-    if writable:
-        _write(root, rows, pending)
+    with work_lock(root if writable else None, _LOCK, timeout_s=0.0) as held:
+        pending = list_folder(pending_folder(root))
+        whole = (stored for stored in map(read_record, record_files(root)) if isinstance(stored, StoredRecord))
+        rows = [row_of(stored) for stored in whole]
+        if held and (rows or os.path.lexists(index_file(root))):
+            _write(root, rows, pending)
     return FolderIndex(RecordIndex(encode_index(rows)), {})
 
 
 def forget_key(root: Path, key_digest: str) -> None:
     """Take a key's rows out of the list after its records are gone. Rows left behind would only cost a failed read."""
-    listed = read_index(root)
-    if listed is not None and listed.lookup(key_digest):
-        _write(root, [row for row in listed if row.key_digest != key_digest], [])
+    with work_lock(root, _LOCK, timeout_s=5.0) as held:
+        listed = read_index(root)
+        if held and listed is not None and listed.lookup(key_digest):
+            _write(root, [row for row in listed.rows() if row.key_digest != key_digest], [])
+
+
+def _merge_pending(root: Path) -> None:
+    """Write what is listed and what is pending as one list. Both are read under the lock: a list read before it could lack
+    what another process merged, and announced no longer, meanwhile."""
+    with work_lock(root, _LOCK, timeout_s=0.0) as held:
+        pending = list_folder(pending_folder(root))
+        listed = read_index(root)
+        if held and listed is not None:
+            _write(root, FolderIndex(listed, _recent_rows(root, pending, listed)).rows(), pending)
 
 
 def _recent_rows(root: Path, pending: list[str], listed: RecordIndex) -> dict[str, tuple[IndexRow, ...]]:
@@ -103,22 +114,17 @@ def _touch(path: Path, root: Path) -> None:
 
 
 def _write(root: Path, rows: list[IndexRow], pending: list[str]) -> None:
-    """Replace the index, then drop the announcements that it covers.
-
-    Only under the lock, and only a saving: on any error the old index and all announcements stay.
-    """
-    with work_lock(root, "index", timeout_s=0.0) as held:
-        if not held:
-            return
-        try:
-            publish_file(index_file(root), encode_index(rows), root, replace=True)
-        except OSError:
-            return
-        listed = {pending_name(row.key_digest, row.record_id) for row in rows}
-        for name in pending:
-            path = pending_folder(root) / name
-            if name in listed or _is_stale(path):
-                remove_file(path)
+    """Replace the list, then drop the announcements that it covers. Only for a holder of the lock, and only a saving: on an
+    error the old list and all announcements stay."""
+    try:
+        publish_file(index_file(root), encode_index(rows), root, replace=True)
+    except OSError:
+        return
+    listed = {pending_name(row.key_digest, row.record_id) for row in rows}
+    for name in pending:
+        path = pending_folder(root) / name
+        if name in listed or _is_stale(path):
+            remove_file(path)
 
 
 def _is_stale(path: Path) -> bool:

@@ -17,7 +17,7 @@ from torch_autokern.errors import InvalidInputError, StoreError
 from torch_autokern.store import notes as note_files
 from torch_autokern.store.files import publish_file, remove_file, set_aside
 from torch_autokern.store.folders import FolderChoice, choose_folder, folder_refusal
-from torch_autokern.store.index import IndexRow, row_of
+from torch_autokern.store.index import Accepts, IndexRow, row_of
 from torch_autokern.store.indexing import FolderIndex, announce, open_index
 from torch_autokern.store.layout import damaged_folder, note_file, record_file
 from torch_autokern.store.lock import work_lock
@@ -78,12 +78,13 @@ class StoreIndex(msgspec.Struct, frozen=True):
             rows.update((row.record_id, row) for row in layer.lookup(key_digest))
         return tuple(row for _, row in sorted(rows.items()))
 
-    def rows(self) -> list[IndexRow]:
-        """All rows, each record once, in order of key digest and record id."""
-        rows = {(row.key_digest, row.record_id): row for group in self.memory.values() for row in group}
-        for layer in self.layers:
-            rows.update(((row.key_digest, row.record_id), row) for row in layer.rows())
-        return [row for _, row in sorted(rows.items())]
+    def rows(self, accepts: Accepts | None = None) -> list[IndexRow]:
+        """All rows, or those whose target and stock build `accepts`; each record once, in order of key digest and record id."""
+        groups = [[row for rows in self.memory.values() for row in rows]]
+        groups[0] = [row for row in groups[0] if accepts is None or accepts(row.target, row.stock_build)]
+        groups.extend(layer.rows(accepts) for layer in self.layers)
+        rows = {(row.key_digest, row.record_id): row for group in groups for row in group}
+        return [rows[name] for name in sorted(rows)]
 
 
 class KernelStore:

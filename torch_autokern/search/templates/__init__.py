@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 from torch_autokern.build.candidate import Candidate
-from torch_autokern.search.templates import layer_norm_rows, layer_norm_split, softmax_columns, softmax_rows
+from torch_autokern.search.templates import layer_norm_rows, layer_norm_split, softmax_columns, softmax_rows, softmax_split
 from torch_autokern.store.key import KernelKey, Target
 
-_TEMPLATES = (softmax_rows.propose, softmax_columns.propose, layer_norm_rows.propose, layer_norm_split.propose)
+_TEMPLATES = (
+    softmax_rows.propose,
+    softmax_columns.propose,
+    softmax_split.propose,
+    layer_norm_rows.propose,
+    layer_norm_split.propose,
+)
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:

@@ -51,7 +51,9 @@ def _reductions(lanes: int) -> str:
         across += f"  q = op(q, AK_SHUFFLE(q, q, {_shuffle(swap)}));\n"
         distance //= 2
     halving = "".join(
-        f"  q = op(q, AK_SHUFFLE(q, q, {_shuffle([i ^ step for i in range(lanes)])}));\n" for step in (8, 4, 2, 1) if step < lanes
+        f"  q = op(q, AK_SHUFFLE(q, q, {_shuffle([i ^ step for i in range(lanes)])}));\n"
+        for step in (8, 4, 2, 1)
+        if step < lanes
     )
     picks = "".join(
         f"  if constexpr (k == {k}) return AK_SHUFFLE(q, q, {_shuffle([b + k for b in range(0, lanes, 4) for _ in range(4)])});\n"

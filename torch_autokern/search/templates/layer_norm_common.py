@@ -119,6 +119,25 @@ AK_INLINE moments moments_of(const float* x) {
   if (!(s2 < 1e37) || (EPS < 1e-20 && !(m2 > 1e-25))) return moments_in_double(x, N);
   return {(double)m0[0] + shift, m2 > 0 ? m2 : 0};
 }
+// Merges the moments of N elements into those of `count` (Chan, Golub, LeVeque 1983, eq. 2.1).
+AK_INLINE moments merge(moments a, int64_t count, moments b, int64_t n) {
+  const double share = (double)n / (double)(count + n), d = b.mean - a.mean;
+  return {a.mean + d * share, a.m2 + b.m2 + d * d * (double)count * share};
+}
+// Rows above ROW_CHUNK elements in chunks: both passes find a chunk in the nearest cache, and float sums stay short.
+constexpr int64_t ROW_CHUNK = 4096;
+template <int64_t N>
+AK_INLINE moments moments_of_long(const float* x) {
+  if constexpr (N <= 2 * ROW_CHUNK) {
+    return moments_of<N>(x);
+  } else {
+    moments all = moments_of<ROW_CHUNK>(x);
+    constexpr int64_t LAST_START = (N - 1) / ROW_CHUNK * ROW_CHUNK;
+    for (int64_t at = ROW_CHUNK; at < LAST_START; at += ROW_CHUNK)
+      all = merge(all, at, moments_of<ROW_CHUNK>(x + at), ROW_CHUNK);
+    return merge(all, LAST_START, moments_of<N - LAST_START>(x + LAST_START), N - LAST_START);
+  }
+}
 struct statistics {
   double mean, rstd;
   AK_INLINE_MEMBER bool fits_float() const { return rstd > 1e-30 && rstd < 1e30 && mean > -1e30 && mean < 1e30; }

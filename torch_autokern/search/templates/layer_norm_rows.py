@@ -14,7 +14,7 @@ _ENTRY = """  const float *x = (const float*)pointers[0], *w = (const float*)poi
   float *y = (float*)pointers[3], *mean = (float*)pointers[4], *rstd = (float*)pointers[5];
   for (int64_t row = begin; row < end; row++) {
     const float* px = x + x_offset(row);
-    const statistics s = statistics_of(moments_of<D>(px));
+    const statistics s = statistics_of(moments_of_long<D>(px));
     apply<D>(px, w, b, y + y_offset(row), s);
     mean[mean_offset(row)] = (float)s.mean;
     rstd[rstd_offset(row)] = (float)s.rstd;

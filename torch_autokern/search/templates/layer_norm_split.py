@@ -21,17 +21,12 @@ constexpr int64_t CHUNKS = (D + CHUNK - 1) / CHUNK;
 constexpr int64_t LAST = D - (CHUNKS - 1) * CHUNK;
 AK_INLINE void chunk_moments(int64_t row, int64_t c, void* const* pointers) {
   const float* x = (const float*)pointers[0] + x_offset(row) + c * CHUNK;
-  ((moments*)pointers[6])[row * CHUNKS + c] = c == CHUNKS - 1 ? moments_of<LAST>(x) : moments_of<CHUNK>(x);
+  ((moments*)pointers[6])[row * CHUNKS + c] = c == CHUNKS - 1 ? moments_of_long<LAST>(x) : moments_of_long<CHUNK>(x);
 }
 statistics merged(const moments* part) {
-  double sum = 0, m2 = 0;
-  for (int64_t c = 0; c < CHUNKS; c++) sum += part[c].mean * (double)(c == CHUNKS - 1 ? LAST : CHUNK);
-  const double mean = sum / (double)D;
-  for (int64_t c = 0; c < CHUNKS; c++) {
-    const double d = part[c].mean - mean;
-    m2 += part[c].m2 + d * d * (double)(c == CHUNKS - 1 ? LAST : CHUNK);
-  }
-  return statistics_of({mean, m2});
+  moments all = part[0];
+  for (int64_t c = 1; c < CHUNKS; c++) all = merge(all, c * CHUNK, part[c], c == CHUNKS - 1 ? LAST : CHUNK);
+  return statistics_of(all);
 }
 AK_INLINE void chunk_apply(int64_t row, int64_t c, statistics s, void* const* pointers) {
   const float *x = (const float*)pointers[0], *w = (const float*)pointers[1], *b = (const float*)pointers[2];

@@ -90,88 +90,92 @@ _SHORT_ENTRY = """  const float* x = (const float*)pointers[0];
   }
 """
 
+_ROW_CODE = """
+constexpr int U = @U@;
+constexpr bool LOG = @LOG@, STREAM = @STREAM@, RECOMPUTE = @RECOMPUTE@;
+// A row, or a piece of one, of N neighbouring elements.
+template <int64_t N>
+struct row {
+  static constexpr int64_t BLOCK = (int64_t)U * L, WHOLE = N / BLOCK * BLOCK, VECTORS = N / L * L;
+  static constexpr int TAIL = N % L, PART = TAIL ? TAIL : 1;
+  AK_INLINE_MEMBER static float maximum(const float* x) {
+    vf m[U];
+    AK_UNROLL for (int u = 0; u < U; u++) m[u] = ak_splat(-INF);
+    for (int64_t i = 0; i < WHOLE; i += BLOCK)
+      AK_UNROLL for (int u = 0; u < U; u++) m[u] = ak_max(ak_load(x + i + u * L), m[u]);
+    for (int64_t i = WHOLE; i < VECTORS; i += L) m[0] = ak_max(ak_load(x + i), m[0]);
+    if (TAIL) m[0] = ak_max(ak_load_part<PART>(x + VECTORS, ak_splat(-INF)), m[0]);
+    AK_UNROLL for (int u = 1; u < U; u++) m[0] = ak_max(m[u], m[0]);
+    return ak_reduce(m[0], ak_op_max{});
+  }
+  // Sum of exp(x - m); leaves the exponentials in y unless they are computed again later. Partial sums of 64 steps keep the
+  // rounding error of a long row near that of a short one.
+  AK_INLINE_MEMBER static float sum(const float* x, float* y, vf m) {
+    constexpr bool KEEP = !LOG && !RECOMPUTE;
+    vf total = {};
+    for (int64_t outer = 0; outer < WHOLE; outer += 64 * BLOCK) {
+      const int64_t stop = outer + 64 * BLOCK < WHOLE ? outer + 64 * BLOCK : WHOLE;
+      vf s[U] = {};
+      for (int64_t i = outer; i < stop; i += BLOCK)
+        AK_UNROLL for (int u = 0; u < U; u++) {
+          vf e = ak_exp(ak_load(x + i + u * L) - m);
+          if (KEEP) ak_store(y + i + u * L, e);
+          s[u] += e;
+        }
+      AK_UNROLL for (int u = 1; u < U; u++) s[0] += s[u];
+      total += s[0];
+    }
+    for (int64_t i = WHOLE; i < VECTORS; i += L) {
+      vf e = ak_exp(ak_load(x + i) - m);
+      if (KEEP) ak_store(y + i, e);
+      total += e;
+    }
+    if (TAIL) {
+      vf e = ak_exp(ak_load_part<PART>(x + VECTORS, ak_splat(-INF)) - m);
+      if (KEEP) ak_store_part<PART>(y + VECTORS, e);
+      total += e;
+    }
+    return ak_reduce(total, ak_op_sum{});
+  }
+  AK_INLINE_MEMBER static vf result(vf in, vf m, vf s) {
+    if (LOG) return (in - m) - s;
+    return RECOMPUTE ? ak_exp(in - m) * s : in * s;
+  }
+  // s: the logarithm of the sum, or its reciprocal.
+  AK_INLINE_MEMBER static void write(const float* x, float* y, vf m, vf s) {
+    const float* in = LOG || RECOMPUTE ? x : y;
+    if (STREAM && VECTORS) {
+      // The first and the last vector are stored unaligned; what lies between starts at a vector boundary.
+      int64_t i = (int64_t)((0 - (uintptr_t)y / 4) % L);
+      const vf first = result(ak_load(in), m, s);
+      const vf last = result(ak_load(in + N - L), m, s);
+      for (; i + L <= N; i += L) ak_stream(y + i, result(ak_load(in + i), m, s));
+      ak_store(y, first);
+      ak_store(y + N - L, last);
+      return;
+    }
+    for (int64_t i = 0; i < WHOLE; i += BLOCK)
+      AK_UNROLL for (int u = 0; u < U; u++) ak_store(y + i + u * L, result(ak_load(in + i + u * L), m, s));
+    for (int64_t i = WHOLE; i < VECTORS; i += L) ak_store(y + i, result(ak_load(in + i), m, s));
+    if (TAIL) ak_store_part<PART>(y + VECTORS, result(ak_load_part<PART>(in + VECTORS, vf{}), m, s));
+  }
+};
+"""
+
 _LONG_BODY = """
 constexpr int64_t D = @D@;
-constexpr int U = @U@;
-constexpr bool STREAM = @STREAM@;
-constexpr bool RECOMPUTE = @RECOMPUTE@;
-constexpr int64_t BLOCK = (int64_t)U * L;
-constexpr int64_t WHOLE = D / BLOCK * BLOCK;
-constexpr int64_t VECTORS = D / L * L;
-constexpr int TAIL = D % L;
-constexpr int PART = TAIL ? TAIL : 1;
 AK_INLINE int64_t x_offset(int64_t row) { return @X@; }
 AK_INLINE int64_t y_offset(int64_t row) { return @Y@; }
-AK_INLINE float row_max(const float* x) {
-  vf m[U];
-  AK_UNROLL for (int u = 0; u < U; u++) m[u] = ak_splat(-INF);
-  for (int64_t i = 0; i < WHOLE; i += BLOCK)
-    AK_UNROLL for (int u = 0; u < U; u++) m[u] = ak_max(ak_load(x + i + u * L), m[u]);
-  for (int64_t i = WHOLE; i < VECTORS; i += L) m[0] = ak_max(ak_load(x + i), m[0]);
-  if (TAIL) m[0] = ak_max(ak_load_part<PART>(x + VECTORS, ak_splat(-INF)), m[0]);
-  AK_UNROLL for (int u = 1; u < U; u++) m[0] = ak_max(m[u], m[0]);
-  return ak_reduce(m[0], ak_op_max{});
-}
-// Sum of exp(x - m); leaves the exponentials in y unless they are computed again later. Partial sums of 64 steps keep the
-// rounding error of a long row near that of a short one.
-AK_INLINE float row_sum(const float* x, float* y, vf m) {
-  constexpr bool KEEP = !LOG && !RECOMPUTE;
-  vf total = {};
-  for (int64_t outer = 0; outer < WHOLE; outer += 64 * BLOCK) {
-    const int64_t stop = outer + 64 * BLOCK < WHOLE ? outer + 64 * BLOCK : WHOLE;
-    vf s[U] = {};
-    for (int64_t i = outer; i < stop; i += BLOCK)
-      AK_UNROLL for (int u = 0; u < U; u++) {
-        vf e = ak_exp(ak_load(x + i + u * L) - m);
-        if (KEEP) ak_store(y + i + u * L, e);
-        s[u] += e;
-      }
-    AK_UNROLL for (int u = 1; u < U; u++) s[0] += s[u];
-    total += s[0];
-  }
-  for (int64_t i = WHOLE; i < VECTORS; i += L) {
-    vf e = ak_exp(ak_load(x + i) - m);
-    if (KEEP) ak_store(y + i, e);
-    total += e;
-  }
-  if (TAIL) {
-    vf e = ak_exp(ak_load_part<PART>(x + VECTORS, ak_splat(-INF)) - m);
-    if (KEEP) ak_store_part<PART>(y + VECTORS, e);
-    total += e;
-  }
-  return ak_reduce(total, ak_op_sum{});
-}
-AK_INLINE vf result(vf in, vf m, vf s) {
-  if (LOG) return (in - m) - s;
-  return RECOMPUTE ? ak_exp(in - m) * s : in * s;
-}
-AK_INLINE void row_write(const float* x, float* y, vf m, vf s) {
-  const float* in = LOG || RECOMPUTE ? x : y;
-  if (STREAM && VECTORS) {
-    // The first and the last vector are stored unaligned; what lies between starts at a vector boundary.
-    int64_t i = (int64_t)((0 - (uintptr_t)y / 4) % L);
-    const vf first = result(ak_load(in), m, s);
-    const vf last = result(ak_load(in + D - L), m, s);
-    for (; i + L <= D; i += L) ak_stream(y + i, result(ak_load(in + i), m, s));
-    ak_store(y, first);
-    ak_store(y + D - L, last);
-    return;
-  }
-  for (int64_t i = 0; i < WHOLE; i += BLOCK)
-    AK_UNROLL for (int u = 0; u < U; u++) ak_store(y + i + u * L, result(ak_load(in + i + u * L), m, s));
-  for (int64_t i = WHOLE; i < VECTORS; i += L) ak_store(y + i, result(ak_load(in + i), m, s));
-  if (TAIL) ak_store_part<PART>(y + VECTORS, result(ak_load_part<PART>(in + VECTORS, vf{}), m, s));
-}
 """
 
 _LONG_ENTRY = """  const float* x = (const float*)pointers[0];
   float* y = (float*)pointers[1];
-  for (int64_t row = begin; row < end; row++) {
-    const float* px = x + x_offset(row);
-    float* py = y + y_offset(row);
-    const vf m = ak_splat(row_max(px));
-    const float sum = row_sum(px, py, m);
-    row_write(px, py, m, ak_splat(LOG ? (float)log((double)sum) : 1.0f / sum));
+  for (int64_t r = begin; r < end; r++) {
+    const float* px = x + x_offset(r);
+    float* py = y + y_offset(r);
+    const vf m = ak_splat(row<D>::maximum(px));
+    const float sum = row<D>::sum(px, py, m);
+    row<D>::write(px, py, m, ak_splat(LOG ? (float)log((double)sum) : 1.0f / sum));
   }
   if (STREAM) ak_stream_fence();
 """
@@ -189,6 +193,15 @@ def _fill(text: str, layout: SoftmaxLayout, values: dict[str, object]) -> str:
     return text
 
 
+def row_code(log: bool, unroll: int, stream: bool, recompute: bool) -> str:
+    """C++ text of ``row<N>``: maximum, sum and write of N neighbouring elements."""
+    flags = {"U": str(unroll), "LOG": str(log), "STREAM": str(stream), "RECOMPUTE": str(recompute)}
+    code = _ROW_CODE.replace("AK_INLINE_MEMBER", "inline __attribute__((always_inline))")
+    for name, value in flags.items():
+        code = code.replace(f"@{name}@", value.lower())
+    return code
+
+
 def short_rows(layout: SoftmaxLayout, width: int, rows: int) -> Candidate:
     """`rows` (1 to 4) rows at a time in registers of `width` bytes."""
     log = f"constexpr bool LOG = {str(layout.log).lower()};\n"
@@ -199,9 +212,8 @@ def short_rows(layout: SoftmaxLayout, width: int, rows: int) -> Candidate:
 
 def long_rows(layout: SoftmaxLayout, width: int, unroll: int, stream: bool, recompute: bool) -> Candidate:
     """Three passes over a row in cache. `stream`: results bypass the cache; `recompute`: exp twice instead of a stored copy."""
-    log = f"constexpr bool LOG = {str(layout.log).lower()};\n"
-    body = _fill(_LONG_BODY, layout, {"U": unroll, "STREAM": stream, "RECOMPUTE": recompute})
-    source = prelude(width) + log + body + END + entry("run", _LONG_ENTRY)
+    source = prelude(width) + row_code(layout.log, unroll, stream, recompute) + _fill(_LONG_BODY, layout, {}) + END
+    source += entry("run", _LONG_ENTRY)
     kept = "log needs no copy" if layout.log else "exp is computed twice" if recompute else "exponentials wait in the output"
     idea = f"Three passes over a cached row, {unroll} independent sums; {kept}; {'streaming' if stream else 'plain'} stores."
     values = {"width": width, "unroll": unroll, "stream": stream, "recompute": recompute}

@@ -1,0 +1,36 @@
+"""Named sets of shapes, each with its source."""
+
+from __future__ import annotations
+
+from torch_autokern.report.cases import PUBLISHED, Case
+
+# Shapes of MiniLM-L6 on 32 sentences of 38 tokens: short rows, where stock's per-row cost shows.
+MINILM = (
+    Case("softmax", (32, 12, 38, 38), source="MiniLM-L6 attention"),
+    Case("layer_norm", (32, 38, 384), source="MiniLM-L6 hidden states"),
+)
+
+# The CPU table of the project's targets: memory-bound rows from 38 to 4 million elements, and a strided reduction.
+CPU_TABLE = (
+    Case("layer_norm", (16, 64, 256, 256), -3, source="KernelBench level 1, problem 40: few long rows"),
+    Case("layer_norm", (2048, 4096), source="a transformer's hidden states"),
+    Case("layer_norm", (32, 38, 384), source="MiniLM-L6 hidden states"),
+    Case("softmax", (1024, 65536), source="long rows"),
+    Case("softmax", (64, 1024, 512), 1, source="a dimension that is not the last"),
+    Case("softmax", (32, 12, 38, 38), source="MiniLM-L6 attention: many short rows"),
+    Case("log_softmax", (4096, 1000), source="a classifier over ImageNet's 1,000 classes"),
+)
+
+# Row lengths around vector widths (16 float32 in 64 bytes), where tails are handled.
+RAGGED = tuple(
+    Case(op, (257, length), source="row length around a multiple of the vector width")
+    for op in ("softmax", "log_softmax", "layer_norm")
+    for length in (1, 3, 15, 16, 17, 31, 63, 64, 65, 1023)
+)  # fmt: skip
+
+SETS: dict[str, tuple[Case, ...]] = {
+    "published": PUBLISHED,
+    "minilm": MINILM,
+    "cpu_table": CPU_TABLE,
+    "ragged": RAGGED,
+}

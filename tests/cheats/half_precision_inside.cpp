@@ -1,0 +1,34 @@
+/* {"op": "_softmax", "sizes": [96, 1000], "scalars": {"dim": 1, "half_to_float": false},
+    "reason": ["wrong_value"], "steps": [{"entry": "candidate", "range": 96, "grain": 4, "args": ["x", "y"]}],
+    "idea": "exponentials rounded to eight bits on the way"} */
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+static constexpr int64_t N = 1000;
+
+static float cut(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, 4);
+  bits = (bits + 0x8000) & 0xFFFF0000;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+extern "C" void candidate(int64_t begin, int64_t end, void* const* pointers) {
+  const float* x = static_cast<const float*>(pointers[0]);
+  float* y = static_cast<float*>(pointers[1]);
+  for (int64_t row = begin; row < end; ++row) {
+    const float* in = x + row * N;
+    float* out = y + row * N;
+    float top = in[0];
+    for (int64_t i = 0; i < N; ++i) {
+      top = (in[i] > top || in[i] != in[i]) ? in[i] : top;
+    }
+    float sum = 0;
+    for (int64_t i = 0; i < N; ++i) {
+      sum += cut(std::exp(in[i] - top));
+    }
+    for (int64_t i = 0; i < N; ++i) out[i] = cut(std::exp(in[i] - top)) / sum;
+  }
+}

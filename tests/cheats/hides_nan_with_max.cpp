@@ -1,0 +1,26 @@
+/* {"op": "_softmax", "sizes": [96, 1000], "scalars": {"dim": 1, "half_to_float": false},
+    "reason": ["wrong_nonfinite"], "steps": [{"entry": "candidate", "range": 96, "grain": 4, "args": ["x", "y"]}],
+    "idea": "a NaN is never larger, so it is dropped"} */
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+static constexpr int64_t N = 1000;
+
+extern "C" void candidate(int64_t begin, int64_t end, void* const* pointers) {
+  const float* x = static_cast<const float*>(pointers[0]);
+  float* y = static_cast<float*>(pointers[1]);
+  for (int64_t row = begin; row < end; ++row) {
+    const float* in = x + row * N;
+    float* out = y + row * N;
+    float top = -3.0e38f;
+    for (int64_t i = 0; i < N; ++i) {
+      top = in[i] > top ? in[i] : top;
+    }
+    float sum = 0;
+    for (int64_t i = 0; i < N; ++i) {
+      sum += (in[i] == in[i] ? std::exp(in[i] - top) : 0.0f);
+    }
+    for (int64_t i = 0; i < N; ++i) out[i] = (in[i] == in[i] ? std::exp(in[i] - top) : 0.0f) / sum;
+  }
+}

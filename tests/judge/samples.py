@@ -1,0 +1,84 @@
+"""Candidates in `tests/cheats/` and `tests/honest/`: one C++ file each, its task in a JSON comment at the top.
+
+`sizes`, `dtype` ("float32") and `normalized` (how many trailing dimensions LayerNorm covers) make the key. `args` name tensors
+(x, weight, bias, y, mean, rstd) or workspaces. `reason` lists the reasons that may refuse it, null for an honest kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from torch_autokern.build.candidate import Artifact, Candidate
+from torch_autokern.build.compile_cpp import compile_cpp
+from torch_autokern.ops import SPECS
+from torch_autokern.runtime.plan import CpuStep, InputArg, LaunchPlan, OutputArg, PointerArg, Workspace, WorkspaceArg
+from torch_autokern.runtime.target import local_target
+from torch_autokern.store.key import KernelKey, Target
+
+ROOT = Path(__file__).parent.parent
+_INPUTS = {"x": 0, "weight": 1, "bias": 2}
+_OUTPUTS = {"y": 0, "mean": 1, "rstd": 2}
+
+
+class Sample:
+    """One file: its key, its candidate and the reasons that may refuse it."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = path.stem
+        self.source = path.read_text()
+        head: dict[str, Any] = json.loads(self.source[self.source.index("{") : self.source.index("*/")])
+        self.reasons: list[str] = [] if head["reason"] is None else head["reason"]
+        self.key = _key(head)
+        steps = tuple(
+            CpuStep(step["entry"], step["range"], step["grain"], tuple(_arg(name) for name in step["args"]))
+            for step in head["steps"]
+        )
+        workspaces = tuple(Workspace(**workspace) for workspace in head.get("workspaces", ()))
+        self.candidate = Candidate("cpp", self.source, LaunchPlan(1, steps, workspaces), head["idea"], "tests")
+
+    def build(self) -> Artifact:
+        """Compile in the box."""
+        return compile_cpp(self.candidate, target())
+
+
+@functools.cache
+def target() -> Target:
+    """This machine, with two threads: enough to cut a range."""
+    return local_target("cpu", 2)
+
+
+def samples(folder: str) -> list[Sample]:
+    """Every file of `cheats` or `honest`."""
+    return [Sample(path) for path in sorted((ROOT / folder).glob("*.cpp"))]
+
+
+def softmax_key(*sizes: int, dim: int = -1, op: str = "_softmax", dtype: torch.dtype = torch.float32) -> KernelKey:
+    """A contiguous key."""
+    return SPECS[op].key([torch.zeros(sizes, dtype=dtype)], {"dim": dim, "half_to_float": False})
+
+
+def layer_norm_key(*sizes: int, normalized: int = 1, dtype: torch.dtype = torch.float32) -> KernelKey:
+    """A contiguous key with weight and bias."""
+    shape = tuple(sizes[len(sizes) - normalized :])
+    tensors = [torch.zeros(sizes, dtype=dtype), torch.ones(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)]
+    return SPECS["native_layer_norm"].key(tensors, {"normalized_shape": shape, "eps": 1e-5})
+
+
+def _key(head: dict[str, Any]) -> KernelKey:
+    dtype = getattr(torch, head.get("dtype", "float32"))
+    if head["op"] == "native_layer_norm":
+        return layer_norm_key(*head["sizes"], normalized=head["normalized"], dtype=dtype)
+    return softmax_key(*head["sizes"], dim=head["scalars"]["dim"], op=head["op"], dtype=dtype)
+
+
+def _arg(name: str) -> PointerArg:
+    if name in _INPUTS:
+        return InputArg(_INPUTS[name])
+    if name in _OUTPUTS:
+        return OutputArg(_OUTPUTS[name])
+    return WorkspaceArg(name)

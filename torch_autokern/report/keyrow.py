@@ -1,0 +1,84 @@
+"""One key measured as a user meets it: stock against the same call inside `enabled()`, and both against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_autokern.judge.accuracy import Task, evaluate
+from torch_autokern.judge.families import Family
+from torch_autokern.judge.inputs import make_inputs
+from torch_autokern.judge.outcome import Accuracy
+from torch_autokern.ops import SPECS
+from torch_autokern.report.cases import case_name
+from torch_autokern.report.measurement import Row
+from torch_autokern.report.paired import Scope, Side, paired_times
+from torch_autokern.runtime.extension import extension
+from torch_autokern.store.key import KernelKey
+
+
+class BoundCall:
+    """A key with inputs (standard normal, random parameters) and its ATen call, arguments laid out beforehand."""
+
+    def __init__(self, key: KernelKey, seed: int = 0) -> None:
+        self.key = key
+        self.spec = SPECS[key.op]
+        self.inputs = make_inputs(self.spec, key, Family.NORMAL, torch.Generator().manual_seed(seed), "aligned")
+        self._overload: Any = getattr(torch.ops.aten, key.op).default
+        self._positional, self._keyword = self.spec.call_args(self.inputs.tensors, key.scalars)
+
+    def __call__(self) -> Any:
+        """The ATen call; served where a scope is active."""
+        return self._overload(*self._positional, **self._keyword)
+
+    def results(self) -> tuple[torch.Tensor, ...]:
+        """The call's results, always as a tuple."""
+        result = self()
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+
+    def errors(self, *results: tuple[torch.Tensor, ...]) -> list[float]:
+        """Largest error of each call's first result against float64, in units of the op's natural scale."""
+        task = Task(self.spec, self.key, Accuracy())
+        scores = evaluate(task, Family.NORMAL, self.inputs.tensors, results, results[0])
+        return [tally.pool.largest for tally in scores[0].tallies]
+
+
+def measure_key(key: KernelKey, scope: Scope, budget_s: float, pages: str | None = None, note: str | None = None) -> Row:
+    """Check, then time, interleaved. `scope` is entered for the own side only."""
+    call = BoundCall(key)
+    stock = call.results()
+    with scope():
+        before = _counts(call.spec.index)
+        own = call.results()
+        served = _what_happened(before, _counts(call.spec.index))
+    stock_error, error = call.errors(stock, own)
+    del stock, own
+    times = paired_times(Side(call), Side(call, scope), budget_s)
+    return Row(
+        case=case_name(key),
+        accuracy_class="stock",
+        stock_ms=times.stock_ms,
+        autokern_ms=times.own_ms,
+        ratio=times.interval.ratio,
+        ratio_low=times.interval.low,
+        ratio_high=times.interval.high,
+        error=error,
+        stock_error=stock_error,
+        served=served,
+        pages=pages,
+        note=note,
+    )
+
+
+def _counts(family: int) -> list[int]:
+    return list(extension().counts()[family])
+
+
+def _what_happened(before: list[int], after: list[int]) -> bool | str:
+    """True after a hit, else the name of the miss."""
+    names = extension().reason_names
+    changed = [name for name, old, new in zip(names, before, after, strict=True) if new > old]
+    if not changed:
+        return "not_intercepted"
+    return True if changed == ["hit"] else next(name for name in changed if name != "hit")
