@@ -16,6 +16,7 @@ _SQUARE = TensorKey("float32", (SIDE, SIDE), (SIDE, 1), 4)
 
 _SOFTMAX = """
 #include <math.h>
+#include <stdint.h>
 extern "C" void softmax(int64_t begin, int64_t end, void* const* pointers) {
   const float* x = static_cast<const float*>(pointers[0]);
   float* y = static_cast<float*>(pointers[1]);
@@ -32,6 +33,7 @@ extern "C" void softmax(int64_t begin, int64_t end, void* const* pointers) {
 
 _LAYER_NORM = f"""
 #include <math.h>
+#include <stdint.h>
 extern "C" void layer_norm(int64_t begin, int64_t end, void* const* pointers) {{
   const float* x = static_cast<const float*>(pointers[0]);
   const float* weight = static_cast<const float*>(pointers[1]);
@@ -54,6 +56,7 @@ extern "C" void layer_norm(int64_t begin, int64_t end, void* const* pointers) {{
 """
 
 _MM = """
+#include <stdint.h>
 extern "C" void mm(int64_t begin, int64_t end, void* const* pointers) {
   const float* a = static_cast<const float*>(pointers[0]);
   const float* b = static_cast<const float*>(pointers[1]);

@@ -244,6 +244,7 @@ void bind_kernels(py::module_& m) {
       .def_property_readonly(
           "fault", [](const ak::Kernel& k) { return k.quarantined.load() ? k.fault : std::string(); })
       .def_readonly("record_id", &ak::Kernel::record_id)
+      .def_property_readonly("device_index", [](const ak::Kernel& k) { return int(k.plan.device.index()); })
       .def_property_readonly("hits", [](const ak::Kernel& k) { return k.hits.load(); })
       .def_property(
           "quarantined", [](const ak::Kernel& k) { return k.quarantined.load(); },

@@ -36,7 +36,8 @@ void record_call(const Key& key, const std::vector<at::Tensor>& results, bool ou
   std::vector<uint64_t> words(key.words(), key.words() + key.size());
   const std::lock_guard<std::mutex> lock(recorder_mutex);
   RecordedKey& entry = recorder()[words];
-  if (entry.calls == 0) {
+  // Results' layouts are those that stock chooses; what a caller gave as `out` stands in until stock was asked.
+  if (entry.calls == 0 || (!out_form && entry.calls == entry.out_calls)) {
     Key layouts;
     for (const at::Tensor& result : results) {
       if (result.defined()) {

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -360,7 +359,6 @@ def quiet_router() -> Iterator[None]:
 
 def take_router_back() -> None:
     """Uninstall, whoever holds it."""
-    gc.collect()
     ak.disable()
     for user in list(session()._users):
         session().remove_user(user)

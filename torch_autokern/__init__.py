@@ -1,20 +1,29 @@
-"""torch_autokern: verified kernels at run time, stock PyTorch everywhere else. Importing changes nothing."""
+"""torch_autokern: verified kernels at run time, stock PyTorch everywhere else.
 
-from torch_autokern.api import (
-    AutokernWarning,
-    disable,
-    empty_cache,
-    enable,
-    enabled,
-    explain,
-    is_optimized,
-    optimize,
-    record,
-    refresh,
-    restore,
-    stats,
-    warm,
-)
+Importing changes nothing and loads nothing: the public names below are brought in from `torch_autokern.api` when first used, so
+that commands which need no torch start fast.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch_autokern.api import (
+        AutokernWarning,
+        disable,
+        empty_cache,
+        enable,
+        enabled,
+        explain,
+        is_optimized,
+        optimize,
+        record,
+        refresh,
+        restore,
+        stats,
+        warm,
+    )
 
 __version__ = "0.1.0"
 
@@ -33,3 +42,15 @@ __all__ = [
     "stats",
     "warm",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from torch_autokern import api
+
+    return getattr(api, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args, overload
 
+import msgspec
 import torch
 from torch import nn
 
@@ -257,10 +258,13 @@ class Recording:
         rows = extension().recorded_keys() if self._rows is None else self._rows
         wall = (self._ended or time.perf_counter()) - self._started
         by_index = {spec.index: spec for spec in SPECS.values()}
-        entries = [
-            WorkloadEntry(by_index[op_index(words)].decode(words, output_words), calls, seconds * 1e6, out_calls)
-            for words, output_words, calls, out_calls, seconds in rows
-        ]
+        entries = []
+        for words, output_words, calls, out_calls, seconds in rows:
+            spec = by_index[op_index(words)]
+            key = spec.decode(words, output_words)
+            if out_calls == calls:  # only `out` forms were seen, with whatever strides their callers chose
+                key = msgspec.structs.replace(key, outputs=spec.stock_outputs(key))
+            entries.append(WorkloadEntry(key, calls, seconds * 1e6, out_calls))
         entries.sort(key=lambda entry: (-entry.stock_time_us, entry.key.digest))
         target = local_target()
         return Workload(SCHEMA, str(torch.__version__), target.name, target.threads, wall * 1e6, tuple(entries))

@@ -1,5 +1,5 @@
 /* {"op": "_softmax", "sizes": [96, 1000], "scalars": {"dim": 1, "half_to_float": false},
-    "reason": ["wrong_value"], "steps": [{"entry": "candidate", "range": 96, "grain": 4, "args": ["x", "y"]}],
+    "reason": ["wrong_value", "wrong_nonfinite"], "steps": [{"entry": "candidate", "range": 96, "grain": 4, "args": ["x", "y"]}],
     "idea": "1/N everywhere"} */
 #include <cmath>
 #include <cstdint>

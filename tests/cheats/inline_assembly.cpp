@@ -1,5 +1,5 @@
 /* {"op": "_softmax", "sizes": [96, 1000], "scalars": {"dim": 1, "half_to_float": false},
-    "reason": ["static_rule"], "steps": [{"entry": "candidate", "range": 96, "grain": 4, "args": ["x", "y"]}],
+    "reason": ["static_rule", "build_failed"], "steps": [{"entry": "candidate", "range": 96, "grain": 4, "args": ["x", "y"]}],
     "idea": "reads the time stamp counter"} */
 #include <cmath>
 #include <cstdint>

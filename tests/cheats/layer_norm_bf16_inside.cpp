@@ -1,5 +1,5 @@
 /* {"op": "native_layer_norm", "sizes": [64, 384], "normalized": 1, "scalars": {"eps": 1e-05},
-    "reason": ["wrong_value"],
+    "reason": ["wrong_value", "wrong_nonfinite"],
     "steps": [{"entry": "candidate", "range": 64, "grain": 4, "args": ["x", "weight", "bias", "y", "mean", "rstd"]}],
     "idea": "the centred row is kept in bfloat16"} */
 #include <cmath>

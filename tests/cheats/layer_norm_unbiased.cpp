@@ -1,5 +1,5 @@
 /* {"op": "native_layer_norm", "sizes": [8, 16, 32, 32], "normalized": 3, "scalars": {"eps": 1e-05},
-    "reason": ["wrong_value"],
+    "reason": ["wrong_value", "wrong_nonfinite"],
     "steps": [{"entry": "candidate", "range": 8, "grain": 4, "args": ["x", "weight", "bias", "y", "mean", "rstd"]}],
     "idea": "divides by N - 1"} */
 #include <cmath>

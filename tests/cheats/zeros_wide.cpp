@@ -1,5 +1,5 @@
 /* {"op": "_softmax", "sizes": [16, 65536], "scalars": {"dim": 1, "half_to_float": false},
-    "reason": ["wrong_value"], "steps": [{"entry": "candidate", "range": 16, "grain": 4, "args": ["x", "y"]}],
+    "reason": ["wrong_value", "wrong_nonfinite"], "steps": [{"entry": "candidate", "range": 16, "grain": 4, "args": ["x", "y"]}],
     "idea": "all zeros: passes 1e-2 everywhere on long rows"} */
 #include <cmath>
 #include <cstdint>

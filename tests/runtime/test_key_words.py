@@ -210,3 +210,23 @@ def test_threads_flush_denormal_and_mkldnn_are_in_the_header() -> None:
         seen.add(words)
         assert not SPECS["_softmax"].decode(words, outputs).mkldnn
     assert len(seen) == 4
+
+
+@pytest.mark.parametrize("name", [name for name, make in CALLS.items() if make()[0] in OUT_FORMS])
+def test_shape_functions_give_the_layout_that_stock_gives(name: str) -> None:
+    op, tensors, scalars = CALLS[name]()
+    key = SPECS[op].key(tensors, scalars)
+    assert SPECS[op].stock_outputs(key) == key.outputs
+
+
+@pytest.mark.parametrize("order", ["out first", "out only"])
+def test_strides_that_a_caller_chose_for_out_do_not_become_the_keys(order: str) -> None:
+    """Served to the functional form they would give a result with other strides than stock's."""
+    x = torch.randn(4, 8)
+    with ak.record() as recording:
+        torch.ops.aten._softmax.out(x, 1, False, out=torch.empty(8, 4).t())
+        if order == "out first":
+            torch.softmax(x, 1)
+    (entry,) = recording.workload().entries
+    assert entry.key == SPECS["_softmax"].key([x], {"dim": 1, "half_to_float": False})
+    assert entry.out_calls == 1

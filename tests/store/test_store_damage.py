@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from pathlib import Path
@@ -124,6 +125,20 @@ def test_damage_in_a_read_only_layer_stays_and_is_counted_once(root: Path) -> No
     assert list(reader.records()) == list(reader.records()) == []
     assert (reader.counters.damaged, reader.counters.set_aside) == (1, 0)
     assert path.exists()
+
+
+def test_a_damaged_entry_that_cannot_be_moved_is_deleted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk has no room for the folder of damaged files; the entry's place must become free all the same."""
+    open_at(root).publish(make_record(), make_data())
+    path = record_file(root, DIGEST, RECORD_ID)
+    _damage("flipped", path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "mkdir", full)
+    assert open_at(root).get(DIGEST, RECORD_ID) is None
+    assert not path.exists()
 
 
 def test_a_file_repaired_meanwhile_is_not_set_aside(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from store_samples import make_data, make_key, make_record
 import torch_autokern.store.indexing as indexing
 import torch_autokern.store.store as store_module
 from torch_autokern.store.index import RecordIndex, encode_index, row_of
-from torch_autokern.store.layout import index_file, pending_folder, record_file
+from torch_autokern.store.layout import index_files, pending_folder, record_file
 from torch_autokern.store.record import StoredRecord, decode_record, encode_record
 from torch_autokern.store.store import KernelStore, Layer
 
@@ -108,7 +109,7 @@ def test_damaged_or_missing_index_is_derived_again(root: Path, damage: str) -> N
     for seed in range(4):
         store.publish(make_record(seed), make_data(seed))
     store.repair()
-    path = index_file(root)
+    (path,) = index_files(root)
     if damage == "flipped":
         path.write_bytes(path.read_bytes()[:-1] + b"x")
     elif damage == "empty":
@@ -146,9 +147,13 @@ def test_records_in_memory_only_are_in_the_index() -> None:
     assert [row.record_id for row in store.index().lookup(make_key().digest)] == [record_id]
 
 
-def test_readers_and_writers_at_once_lose_no_record(root: Path) -> None:
+@pytest.mark.parametrize("lock_lies", [False, True])
+def test_readers_and_writers_at_once_lose_no_record(root: Path, monkeypatch: pytest.MonkeyPatch, lock_lies: bool) -> None:
+    monkeypatch.setattr(indexing, "COMPACT_ABOVE", 2)
+    if lock_lies:
+        monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+
     def write(start: int) -> object:
-        indexing.COMPACT_ABOVE = 2
         for seed in range(start, start + 12):
             open_at(root).publish(make_record(seed, make_key(seed % 5)), make_data(seed))
             open_at(root).index()
@@ -158,3 +163,4 @@ def test_readers_and_writers_at_once_lose_no_record(root: Path) -> None:
     listed = {row.record_id for row in open_at(root).index().rows()}
     assert listed == {stored.record_id for stored in open_at(root).records()}
     assert len(listed) == 48
+    assert len(index_files(root)) <= 5

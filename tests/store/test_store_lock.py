@@ -7,7 +7,6 @@ import fcntl
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -161,22 +160,9 @@ def test_fork_while_holding_a_lock(root: Path) -> None:
 
 
 def test_a_child_that_leaves_the_parents_locked_block_does_not_release_it(root: Path) -> None:
-    def leave(read_end: int) -> Callable[[], object]:
-        return lambda: os.read(read_end, 1).decode()
-
-    read_end, write_end = os.pipe()
-    with open_at(root).work_lock(DIGEST) as held:
-        assert held
-        pid = os.fork()
-        if pid == 0:
-            scope = None
-            os.close(read_end)
-        else:
-            os.close(write_end)
-            assert leave(read_end)() == "", "the child left its block and ended"
-            os.waitpid(pid, 0)
-            assert not is_free(root)
-    if pid == 0:
-        del scope
-        os._exit(0)
+    scope = open_at(root).work_lock(DIGEST)
+    assert scope.__enter__()
+    run_in_child(lambda: scope.__exit__(None, None, None))
+    assert not is_free(root)
+    scope.__exit__(None, None, None)
     assert is_free(root)

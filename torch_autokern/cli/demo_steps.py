@@ -9,7 +9,7 @@ import torch
 
 from torch_autokern import api
 from torch_autokern.build.compile_cpp import find_compiler
-from torch_autokern.cli import minilm, resident, shell
+from torch_autokern.cli import minilm, resident, shell, warm
 from torch_autokern.report.cases import PUBLISHED, case_name
 from torch_autokern.report.keyrow import BoundCall, measure_key
 from torch_autokern.report.measurement import ModelResult, Row
@@ -158,7 +158,8 @@ class _Turns:
 
 
 def _warm(workload: Workload, budget_minutes: float) -> None:
-    report = api.warm(workload, budget=budget_minutes)
+    with warm._progress(quiet=False) as show:
+        report = api.warm(workload, budget=budget_minutes, on_event=show)
     shell.say(f"      {report}")
 
 

@@ -96,7 +96,7 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[outcome.Progress], None]]:
     console = shell.messages()
     columns = (BarColumn(bar_width=20), TextColumn("{task.completed:.0f}/{task.total:.0f} keys"), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.description}"), console=console, disable=quiet, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
+        task = bar.add_task("starting", total=0)
 
         def show(event: outcome.Progress) -> None:
             bar.update(task, total=event.keys_total, completed=event.keys_done, description=_line(event))

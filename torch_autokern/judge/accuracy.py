@@ -268,7 +268,7 @@ class _Chunk:
 
     def _place(self, score: torch.Tensor, got: torch.Tensor) -> Place:
         flat = int(score.reshape(-1).argmax())
-        index = []
+        index: list[int] = []
         for size in reversed(score.shape):  # torch.unravel_index imports sympy: 1.6 s
             flat, position = divmod(flat, size)
             index.insert(0, position)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-
 from torch_autokern.judge.accuracy import Limits, OutputReport, Place, Pool, Tally, Task, limits_for
 from torch_autokern.judge.families import Family
 from torch_autokern.judge.outcome import Reason, Refusal

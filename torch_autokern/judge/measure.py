@@ -127,7 +127,8 @@ class Ring:
 
 
 def measure(
-    task: Task, stock: Side, candidate: Side, request: TimingRequest, notify: Notify, cache_bytes: int, *, deterministic: bool = True
+    task: Task, stock: Side, candidate: Side, request: TimingRequest, notify: Notify, cache_bytes: int, *,
+    deterministic: bool = True,
 ) -> TimingReport:  # fmt: skip
     """Time both sides in random ABBA blocks.
 
@@ -201,8 +202,8 @@ class _Watch:
             return
         if not same and self._deterministic:
             message = (
-                f"timed call {self.checked + 1} returned something else than the verified result for the same values: it depends "
-                "on earlier calls or on addresses. Compute everything from the arguments of the call."
+                f"timed call {self.checked + 1} returned something else than the verified result for the same values: it "
+                "depends on earlier calls or on addresses. Compute everything from the arguments of the call."
             )
             raise RefusedError(Refusal(Reason.STALE_RESULT, message, Family.NORMAL.value))
         if not same:

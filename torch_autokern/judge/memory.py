@@ -111,6 +111,7 @@ def _typed(whole: torch.Tensor, start: int, size: int, dtype: torch.dtype) -> to
     if not size:
         return torch.empty(0, dtype=dtype)
     view = (ctypes.c_ubyte * whole.numel()).from_address(whole.data_ptr())
+    view.owner = whole  # type: ignore[attr-defined]  # the tensor holds the view, and so the memory, alive
     return torch.frombuffer(view, dtype=dtype, offset=start, count=size // dtype.itemsize)
 
 

@@ -88,8 +88,10 @@ def as_accuracy(value: Accuracy | str) -> Accuracy:
     Raises:
         InvalidInputError: an unknown name, "tolerance" without bounds, or a bound that is negative or not finite.
     """
-    if value == "exact" or value == "stock":
-        return Accuracy(value)
+    if value == "exact":
+        return Accuracy("exact")
+    if value == "stock":
+        return Accuracy("stock")
     if not isinstance(value, Accuracy):
         raise InvalidInputError(f"accuracy {value!r} is unknown; use 'exact', 'stock' or Accuracy('tolerance', atol, rtol)")
     if value.kind == "tolerance":

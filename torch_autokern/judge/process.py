@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from torch_autokern.errors import JudgeError
 from torch_autokern.judge import protocol
 from torch_autokern.judge.outcome import Reason, Refusal
-from torch_autokern.judge.protocol import Entering, Finished, Job, Message, Ready, Refused
+from torch_autokern.judge.protocol import Answer, Entering, Finished, Job, Message, Ready, Refused
 
 _START_LIMIT_S = 120.0
 _SILENCE_LIMIT_S = 300.0  # no phase may ask for more
@@ -26,7 +26,7 @@ _RESIDENT = {
     "MALLOC_ARENA_MAX": "1",
 }
 # The box must close before a second thread exists; torch sets its own thread count per job.
-_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+_ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class RunnerProcess:
@@ -35,7 +35,7 @@ class RunnerProcess:
     def __init__(self, *, resident: bool = True, allow_weak_box: bool = False) -> None:
         self._messages, theirs = os.pipe()
         jobs, self._jobs = os.pipe()
-        self._words = tempfile.TemporaryFile()
+        self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
         settings = [f"{name}={value}" for name, value in {**_ONE_THREAD, **(_RESIDENT if resident else {})}.items()]
         weak = "1" if allow_weak_box else "0"
         command = ["/usr/bin/env", *settings, sys.executable, "-c", _BOOT, str(jobs), str(theirs), weak, *_search_path()]
@@ -47,6 +47,7 @@ class RunnerProcess:
         os.close(jobs)
         self.box_level = ""
         self.phase = "starting"
+        self.go_on = True
 
     def __enter__(self) -> RunnerProcess:
         return self
@@ -81,12 +82,14 @@ class RunnerProcess:
     def run(self, job: Job, binary: bytes) -> Iterator[Message]:
         """Send a job and yield its reports; the last message is `Finished` or `Refused`.
 
-        A crash or a hang of the candidate is a `Refused`, and the process is gone.
+        Set `go_on` to False while a report is out, and the runner ends the job there. A crash or a hang of the candidate is a
+        `Refused`, and the process is gone.
 
         Raises:
             JudgeError: the runner failed in our own code.
         """
         self.phase = "loading"
+        self.go_on = True
         try:
             protocol.send(self._jobs, job)
             protocol.write_frame(self._jobs, binary)
@@ -110,6 +113,12 @@ class RunnerProcess:
             yield message
             if isinstance(message, (Finished, Refused)):
                 return
+            try:
+                protocol.send(self._jobs, Answer(self.go_on))
+            except BrokenPipeError:
+                yield self._ended()
+                return
+            allowed = _SILENCE_LIMIT_S
 
     def close(self) -> None:
         """End the process and everything in its session, and free its descriptors. Repeating is harmless."""

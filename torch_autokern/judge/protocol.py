@@ -1,7 +1,8 @@
 """What parent and runner say to each other: length-prefixed JSON over two pipes, typed on arrival, never pickle.
 
 Frame: u32 little-endian length, then that many bytes. The parent sends a `Job` and, as a second frame, the artifact's bytes;
-the runner answers with a run of messages that ends in `Finished` or `Refused`.
+the runner answers with a run of messages that ends in `Finished` or `Refused`. After each report it waits for an `Answer`:
+eleven more families are of no use for a kernel that failed the first.
 """
 
 from __future__ import annotations
@@ -75,9 +76,16 @@ class Finished(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="fin
     """The job is done; the runner waits for the next one."""
 
 
+class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The parent to the runner, after a report."""
+
+    go_on: bool
+
+
 Message = Ready | Entering | FamilyReport | StateReport | TimingReport | Refused | Finished
 _DECODER = msgspec.json.Decoder(Message)
 _JOB_DECODER = msgspec.json.Decoder(Job)
+_ANSWER_DECODER = msgspec.json.Decoder(Answer)
 
 
 def write_frame(descriptor: int, body: bytes) -> None:
@@ -91,7 +99,7 @@ def write_frame(descriptor: int, body: bytes) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def send(descriptor: int, message: Message | Job) -> None:
+def send(descriptor: int, message: Message | Job | Answer) -> None:
     """Send one message."""
     write_frame(descriptor, msgspec.json.encode(message))
 
@@ -105,6 +113,12 @@ def receive_job(descriptor: int) -> tuple[Job, bytes] | None:
     return None if binary is None else (_JOB_DECODER.decode(body), binary)
 
 
+def receive_answer(descriptor: int) -> bool:
+    """The runner's side: whether the parent wants more; False also when it is gone."""
+    body = _read_frame(descriptor, None)
+    return body is not None and _ANSWER_DECODER.decode(body).go_on
+
+
 def receive(descriptor: int, deadline: float) -> Message | None:
     """The parent's side: the next message, None when the runner is gone.
 
@@ -116,7 +130,7 @@ def receive(descriptor: int, deadline: float) -> Message | None:
     if body is None:
         return None
     try:
-        return _DECODER.decode(body)  # type: ignore[no-any-return]
+        return _DECODER.decode(body)
     except (msgspec.DecodeError, RecursionError) as error:
         raise JudgeError(f"the runner sent something that is no message ({error}); its results are not used") from error
 

@@ -28,7 +28,7 @@ _LARGE_BYTES = 64 << 20
 
 
 def main(arguments: list[str]) -> int:
-    """Serve jobs from descriptor `arguments[0]`, answer on `arguments[1]`; `arguments[2]` is "1" where a weak box is accepted."""
+    """Serve jobs from descriptor `arguments[0]`, answer on `arguments[1]`; "1" in `arguments[2]` accepts a weak box."""
     jobs, answers = int(arguments[0]), int(arguments[1])
     cache_bytes = measure.last_level_cache_bytes()
     try:
@@ -39,15 +39,15 @@ def main(arguments: list[str]) -> int:
     protocol.send(answers, protocol.Ready(level))
     while (received := protocol.receive_job(jobs)) is not None:
         try:
-            serve(*received, answers, cache_bytes)
+            serve(*received, jobs, answers, cache_bytes)
             protocol.send(answers, protocol.Finished())
         except RefusedError as error:
             protocol.send(answers, protocol.Refused(error.refusal))
     return 0
 
 
-def serve(job: protocol.Job, binary: bytes, answers: int, cache_bytes: int) -> None:
-    """Run one job and send its reports.
+def serve(job: protocol.Job, binary: bytes, jobs: int, answers: int, cache_bytes: int) -> None:
+    """Run one job and send its reports; end early when the parent has seen enough.
 
     Raises:
         RefusedError: the candidate broke a rule.
@@ -65,13 +65,15 @@ def serve(job: protocol.Job, binary: bytes, answers: int, cache_bytes: int) -> N
         place = _placement(number, task)
         report = check_family(task, code, Family(trial.family), trial.seed, place, notify, with_probes=job.with_probes)
         deterministic = deterministic and report.deterministic
-        _answer(answers, report)
+        if not _report(jobs, answers, report):
+            return
     if job.state_seed is not None:
         checks = check_state(task, code, job.state_seed, notify, deterministic=deterministic)
-        _answer(answers, protocol.StateReport(checks))
+        if not _report(jobs, answers, protocol.StateReport(checks)):
+            return
     if job.timing is not None:
         sides = measure.stock_side(task), measure.candidate_side(code)
-        _answer(answers, measure.measure(task, *sides, job.timing, notify, cache_bytes, deterministic=deterministic))
+        _report(jobs, answers, measure.measure(task, *sides, job.timing, notify, cache_bytes, deterministic=deterministic))
 
 
 def _load(job: protocol.Job, binary: bytes) -> CandidateCode:
@@ -85,14 +87,18 @@ def _load(job: protocol.Job, binary: bytes) -> CandidateCode:
         raise RefusedError(Refusal(Reason.BAD_PLAN, str(error).splitlines()[0])) from error
 
 
-def _answer(answers: int, message: FamilyReport | protocol.StateReport | measure.TimingReport) -> None:
+def _report(jobs: int, answers: int, message: FamilyReport | protocol.StateReport | measure.TimingReport) -> bool:
+    """Send a report; whether the parent wants more."""
     protocol.send(answers, message)
+    return protocol.receive_answer(jobs)
 
 
 def _placement(number: int, task: Task) -> Placement:
     """Trapping pages at the end of every third trial's buffers and at the start of another third; once each for large keys."""
     turn = number if task.spec.bytes_moved(task.key) > _LARGE_BYTES else number % 3
-    return {0: "page_end", 1: "page_start"}.get(turn, "heap")  # type: ignore[return-value]
+    if turn == 0:
+        return "page_end"
+    return "page_start" if turn == 1 else "heap"
 
 
 def _apply_flags(key: KernelKey, threads: int) -> None:

@@ -53,7 +53,8 @@ def call_limit_s(task: Task) -> float:
 
 
 def check_family(
-    task: Task, code: CandidateCode, family: Family, seed: int, placement: Placement, notify: Notify, *, with_probes: bool = False
+    task: Task, code: CandidateCode, family: Family, seed: int, placement: Placement, notify: Notify, *,
+    with_probes: bool = False,
 ) -> FamilyReport:  # fmt: skip
     """Judge one trial.
 
@@ -80,7 +81,7 @@ def check_family(
             reports.append(None)
             continue
         ours = score.tallies
-        elements = stock[index].numel()  # type: ignore[union-attr]
+        elements = stock[index].numel()
         limit = limits_for(task, index, family, elements, pools[index], score.ulp).largest
         if third is results[-1] and not deterministic and ours[0].pool.largest <= limit < ours[-1].pool.largest:
             raise runner.refused(Reason.STALE_RESULT, _STALE, index, ours[-1].worst)

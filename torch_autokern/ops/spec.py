@@ -124,6 +124,22 @@ class OpSpec:
             matmul_precision=_matmul_precision(first) if self.uses_matmul_precision else "ieee",
         )
 
+    def stock_outputs(self, key: KernelKey) -> tuple[TensorKey | None, ...]:
+        """Layouts that stock's functional form gives a key's results, asked of ATen's shape functions: nothing is computed.
+        LayerNorm's, which have no `out` form, are the key's own."""
+        if len(key.outputs) > 1:
+            return key.outputs
+        tensors = [
+            None if t is None else torch.empty_strided(t.sizes, t.strides, dtype=getattr(torch, t.dtype), device="meta")
+            for t in key.tensors
+        ]
+        alignment = 16 if key.device_type == "cuda" else None
+        layouts = []
+        for result in self.stock(tensors, key.scalars):
+            dtype = str(result.dtype).removeprefix("torch.")
+            layouts.append(TensorKey(dtype, tuple(result.shape), tuple(result.stride()), alignment or itemsize(dtype)))
+        return tuple(layouts)
+
     def bytes_moved(self, key: KernelKey) -> int:
         """Every distinct input element read once and every output element written once, in bytes."""
         return sum(_storage_elements(t) * itemsize(t.dtype) for t in (*key.tensors, *key.outputs) if t is not None)

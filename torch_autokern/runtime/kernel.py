@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +13,25 @@ from torch_autokern.errors import BuildError, PlanError
 from torch_autokern.ops.spec import DTYPE_CODES
 from torch_autokern.runtime.elf import check_cpu_library
 from torch_autokern.runtime.extension import extension
-from torch_autokern.runtime.plan import InputArg, LaunchPlan, OutputArg, PointerArg, validate
+from torch_autokern.runtime.plan import (
+    CpuStep,
+    FloatArg,
+    InputArg,
+    IntArg,
+    LaunchPlan,
+    MemsetStep,
+    OutputArg,
+    PointerArg,
+    Step,
+    TensorMapArg,
+    entries,
+    validate,
+)
 from torch_autokern.store.key import KernelKey, TensorKey
 
 Tensors = Sequence[torch.Tensor | None]
+_Layout = tuple[int, list[int], list[int]]
+_FLOAT_FORMATS = {16: "<e", 32: "<f", 64: "<d"}
 
 
 @dataclass(frozen=True)
@@ -24,6 +40,11 @@ class LoadedKernel:
 
     key: KernelKey
     native: Any
+
+    @property
+    def native_device(self) -> int:
+        """Index of the GPU that the kernel was loaded for; -1 on a CPU."""
+        return int(self.native.device_index)
 
     def run(self, tensors: Tensors, *, pooled: bool = False) -> tuple[torch.Tensor | None, ...]:
         """Allocate outputs with the key's layouts and run on the key's tensors (schema order, None where absent). `pooled`
@@ -44,16 +65,69 @@ def load_cpu_kernel(binary: bytes, identity: str, plan: LaunchPlan, key: KernelK
         RuntimeError: the bytes do not load, or are not the library that was verified.
     """
     validate(plan)
-    broken = check_cpu_library(binary, tuple(step.entry for step in plan.steps))
+    broken = check_cpu_library(binary, entries(plan))
     if broken:
         raise BuildError("the kernel library breaks a rule: " + "; ".join(broken))
     native = extension()
     library = native.Library.load(binary, identity)
-    names = {workspace.name: index for index, workspace in enumerate(plan.workspaces)}
-    steps = [(step.entry, step.range, step.grain, [_pointer(arg, key, names) for arg in step.args]) for step in plan.steps]
+    names = _workspace_names(plan)
+    steps = [
+        (step.entry, step.range, step.grain, [_pointer(arg, key, names) for arg in step.args])
+        for step in plan.steps
+        if isinstance(step, CpuStep)
+    ]
+    if len(steps) != len(plan.steps):
+        raise PlanError("a CPU kernel's plan has GPU steps")
+    return LoadedKernel(key, native.Kernel(record_id, library, steps, *_memory(plan, key)))
+
+
+def load_cuda_kernel(cubin: bytes, plan: LaunchPlan, key: KernelKey, device: int, record_id: str = "") -> LoadedKernel:
+    """Load a cubin into a device's primary context now, so that nothing is loaded inside a call, and bind its entries.
+
+    Raises:
+        PlanError: the plan is invalid, points at a tensor that the key does not have, or has CPU steps.
+        RuntimeError: the driver does not load the image, or an entry is missing; in the driver's words.
+    """
+    validate(plan)
+    names = _workspace_names(plan)
+    torch.cuda.init()  # the primary context must exist before a module can be loaded into it
+    steps = [_cuda_step(step, key, names) for step in plan.steps]
+    native = extension()
+    return LoadedKernel(key, native.Kernel.load_cuda(record_id, cubin, device, steps, *_memory(plan, key)))
+
+
+def _memory(plan: LaunchPlan, key: KernelKey) -> tuple[list[tuple[int, bool]], list[_Layout | None], int]:
+    """What the extension wants to know of workspaces, outputs and inputs."""
     workspaces = [(workspace.size_bytes, workspace.zeroed) for workspace in plan.workspaces]
-    outputs = [_layout(output) for output in key.outputs]
-    return LoadedKernel(key, native.Kernel(record_id, library, steps, workspaces, outputs, len(key.tensors)))
+    return workspaces, [_layout(output) for output in key.outputs], len(key.tensors)
+
+
+def _workspace_names(plan: LaunchPlan) -> dict[str, int]:
+    return {workspace.name: index for index, workspace in enumerate(plan.workspaces)}
+
+
+def _cuda_step(step: Step, key: KernelKey, workspaces: dict[str, int]) -> tuple[object, ...]:
+    if isinstance(step, MemsetStep):
+        return "memset", _pointer(step.target, key, workspaces), step.size_bytes, step.value
+    if isinstance(step, CpuStep):
+        raise PlanError("a GPU kernel's plan has cpu steps")
+    parameters: list[tuple[str, object]] = []
+    maps: list[tuple[object, ...]] = []
+    for arg in step.args:
+        if isinstance(arg, IntArg):
+            parameters.append(("bits", arg.value & (1 << arg.bits) - 1))
+        elif isinstance(arg, FloatArg):
+            parameters.append(("bits", int.from_bytes(struct.pack(_FLOAT_FORMATS[arg.bits], arg.value), "little")))
+        elif isinstance(arg, TensorMapArg):
+            parameters.append(("map", len(maps)))
+            maps.append(
+                (_pointer(arg.base, key, workspaces), arg.data_type, arg.sizes, arg.strides_bytes, arg.box,
+                 arg.element_strides, arg.interleave, arg.swizzle, arg.l2_promotion, arg.fill)
+            )  # fmt: skip
+        else:
+            parameters.append(("pointer", _pointer(arg, key, workspaces)))
+    flags = step.shared_bytes, step.cooperative, step.programmatic
+    return "kernel", step.entry, step.grid, step.block, step.cluster, *flags, parameters, maps
 
 
 def _pointer(arg: PointerArg, key: KernelKey, workspaces: dict[str, int]) -> tuple[int, int, int]:
@@ -64,11 +138,13 @@ def _pointer(arg: PointerArg, key: KernelKey, workspaces: dict[str, int]) -> tup
     else:
         return 2, workspaces[arg.name], arg.offset_bytes
     if arg.index >= len(tensors):
-        raise PlanError(f"a step points at {arg.kind} {arg.index}; {key.op} has {len(tensors)} for this key")
+        raise PlanError(
+            f"a step points at {'output' if kind else 'input'} {arg.index}; {key.op} has {len(tensors)} for this key"
+        )
     return kind, arg.index, arg.offset_bytes
 
 
-def _layout(output: TensorKey | None) -> tuple[int, list[int], list[int]] | None:
+def _layout(output: TensorKey | None) -> _Layout | None:
     if output is None:
         return None
     return DTYPE_CODES[output.dtype], list(output.sizes), list(output.strides)

@@ -6,7 +6,9 @@ expression to evaluate.
 
 from __future__ import annotations
 
+import math
 import re
+from typing import Literal
 
 import msgspec
 
@@ -17,6 +19,11 @@ PLAN_VERSION = 1
 MAX_STEPS = 16
 MAX_ARGS = 24
 MAX_WORKSPACES = 8
+MAX_TENSOR_MAPS = 4
+MAX_TENSOR_MAP_RANK = 5
+MAX_BLOCK_THREADS = 1024
+MAX_CLUSTER_BLOCKS = 16
+MAX_SHARED_BYTES = 232448  # 227 KiB, the most that a block of sm_90 may ask for
 MAX_WORKSPACE_BYTES = 4 << 30
 MAX_PLAN_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
@@ -67,7 +74,63 @@ class CpuStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cpu"
     args: tuple[PointerArg, ...]
 
 
-Step = CpuStep
+class IntArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="int", tag_field="kind"):
+    """An integer parameter of 32 or 64 bits; negative values as two's complement."""
+
+    value: int
+    bits: Literal[32, 64]
+
+
+class FloatArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="float", tag_field="kind"):
+    """A floating-point parameter of 16 (IEEE half), 32 or 64 bits, rounded to nearest."""
+
+    value: float
+    bits: Literal[16, 32, 64]
+
+
+class TensorMapArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="tensor_map", tag_field="kind"):
+    """A TMA descriptor, encoded at every launch. Fields as in CUDA's cuTensorMapEncodeTiled: `sizes`, `box` and
+    `element_strides` innermost first, `strides_bytes` of all but the innermost dimension; the small integers are its enums."""
+
+    base: PointerArg
+    data_type: int
+    sizes: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
+    box: tuple[int, ...]
+    element_strides: tuple[int, ...]
+    interleave: int = 0
+    swizzle: int = 0
+    l2_promotion: int = 0
+    fill: int = 0
+
+
+KernelArg = PointerArg | IntArg | FloatArg | TensorMapArg
+Triple = tuple[int, int, int]
+
+
+class KernelStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="kernel", tag_field="kind"):
+    """One GPU launch of `entry`. `shared_bytes` is dynamic shared memory; `programmatic` lets it start before the step ahead of
+    it has finished (it must wait itself). Triton's two trailing scratch pointers are ordinary arguments."""
+
+    entry: str
+    grid: Triple
+    block: Triple
+    args: tuple[KernelArg, ...]
+    cluster: Triple = (1, 1, 1)
+    shared_bytes: int = 0
+    cooperative: bool = False
+    programmatic: bool = False
+
+
+class MemsetStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="memset", tag_field="kind"):
+    """Fill `size_bytes` at `target` (an output or a workspace) with the byte `value`, on the GPU."""
+
+    target: OutputArg | WorkspaceArg
+    size_bytes: int
+    value: int = 0
+
+
+Step = CpuStep | KernelStep | MemsetStep
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -76,6 +139,11 @@ class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     steps: tuple[Step, ...]
     workspaces: tuple[Workspace, ...] = ()
+
+
+def entries(plan: LaunchPlan) -> tuple[str, ...]:
+    """Names of the functions that a plan calls, each once, in order."""
+    return tuple(dict.fromkeys(step.entry for step in plan.steps if not isinstance(step, MemsetStep)))
 
 
 def encode_plan(plan: LaunchPlan) -> bytes:
@@ -120,24 +188,71 @@ def validate(plan: LaunchPlan) -> None:
         if workspace.name in sizes:
             raise PlanError(f"workspace {workspace.name!r} is declared twice")
         sizes[workspace.name] = workspace.size_bytes
+    if len({isinstance(step, CpuStep) for step in plan.steps}) > 1:
+        raise PlanError("a plan runs on one device: cpu steps and GPU steps cannot be mixed")
     for step in plan.steps:
         _check_step(step, sizes)
 
 
-def _check_step(step: CpuStep, workspace_sizes: dict[str, int]) -> None:
+def _check_step(step: Step, workspace_sizes: dict[str, int]) -> None:
+    if isinstance(step, MemsetStep):
+        _check_pointer("memset", step.target, workspace_sizes)
+        if step.size_bytes < 1 or not 0 <= step.value <= 255:
+            raise PlanError(f"memset: {step.size_bytes} bytes of value {step.value}; expected 1 or more bytes of 0 to 255")
+        return
     _check_name(step.entry)
-    if not 1 <= step.range < 1 << 62 or not 1 <= step.grain < 1 << 62:
-        raise PlanError(f"step {step.entry!r}: range {step.range} and grain {step.grain} must be positive")
     if len(step.args) > MAX_ARGS:
-        raise PlanError(f"step {step.entry!r} has {len(step.args)} pointers; at most {MAX_ARGS}")
+        raise PlanError(f"step {step.entry!r} has {len(step.args)} arguments; at most {MAX_ARGS}")
     for arg in step.args:
-        if arg.offset_bytes < 0:
-            raise PlanError(f"step {step.entry!r}: negative offset {arg.offset_bytes}")
-        if isinstance(arg, WorkspaceArg):
-            if arg.offset_bytes >= workspace_sizes.get(arg.name, 0):
-                raise PlanError(f"step {step.entry!r}: workspace {arg.name!r} is not declared or shorter than the offset")
-        elif not 0 <= arg.index < MAX_ARGS:
-            raise PlanError(f"step {step.entry!r}: tensor index {arg.index} is out of range")
+        if isinstance(arg, TensorMapArg):
+            _check_tensor_map(step.entry, arg, workspace_sizes)
+        elif isinstance(arg, IntArg):
+            if not -(1 << arg.bits - 1) <= arg.value < 1 << arg.bits:
+                raise PlanError(f"step {step.entry!r}: {arg.value} does not fit {arg.bits} bits")
+        elif not isinstance(arg, FloatArg):
+            _check_pointer(step.entry, arg, workspace_sizes)
+    if isinstance(step, CpuStep):
+        if not 1 <= step.range < 1 << 62 or not 1 <= step.grain < 1 << 62:
+            raise PlanError(f"step {step.entry!r}: range {step.range} and grain {step.grain} must be positive")
+    else:
+        _check_launch(step)
+
+
+def _check_launch(step: KernelStep) -> None:
+    limits = (("grid", step.grid, (2**31 - 1, 65535, 65535)), ("block", step.block, (1024, 1024, 64)))
+    for name, triple, most in limits:
+        if any(not 1 <= value <= limit for value, limit in zip(triple, most, strict=True)):
+            raise PlanError(f"step {step.entry!r}: {name} {triple} is outside 1..{most}")
+    if math.prod(step.block) > MAX_BLOCK_THREADS:
+        raise PlanError(f"step {step.entry!r}: {math.prod(step.block)} threads a block; at most {MAX_BLOCK_THREADS}")
+    fits = all(c >= 1 and g % c == 0 for c, g in zip(step.cluster, step.grid, strict=True))
+    if not fits or math.prod(step.cluster) > MAX_CLUSTER_BLOCKS:
+        raise PlanError(f"step {step.entry!r}: cluster {step.cluster} must divide the grid {step.grid}, of at most "
+                        f"{MAX_CLUSTER_BLOCKS} blocks")  # fmt: skip
+    if not 0 <= step.shared_bytes <= MAX_SHARED_BYTES:
+        raise PlanError(f"step {step.entry!r}: {step.shared_bytes} bytes of shared memory; at most {MAX_SHARED_BYTES}")
+    if sum(isinstance(arg, TensorMapArg) for arg in step.args) > MAX_TENSOR_MAPS:
+        raise PlanError(f"step {step.entry!r}: more than {MAX_TENSOR_MAPS} tensor maps")
+
+
+def _check_tensor_map(entry: str, arg: TensorMapArg, workspace_sizes: dict[str, int]) -> None:
+    _check_pointer(entry, arg.base, workspace_sizes)
+    rank = len(arg.sizes)
+    lengths = (len(arg.strides_bytes) + 1, len(arg.box), len(arg.element_strides))
+    if not 1 <= rank <= MAX_TENSOR_MAP_RANK or any(length != rank for length in lengths):
+        raise PlanError(f"step {entry!r}: tensor map of rank {rank} with {lengths[0] - 1} strides and {lengths[1]} box sizes")
+    if any(size < 1 for size in (*arg.sizes, *arg.box, *arg.element_strides)) or any(b > 256 for b in arg.box):
+        raise PlanError(f"step {entry!r}: tensor map sizes {arg.sizes} and box {arg.box} must be positive, a box at most 256")
+
+
+def _check_pointer(entry: str, arg: PointerArg, workspace_sizes: dict[str, int]) -> None:
+    if arg.offset_bytes < 0:
+        raise PlanError(f"step {entry!r}: negative offset {arg.offset_bytes}")
+    if isinstance(arg, WorkspaceArg):
+        if arg.offset_bytes >= workspace_sizes.get(arg.name, 0):
+            raise PlanError(f"step {entry!r}: workspace {arg.name!r} is not declared or shorter than the offset")
+    elif not 0 <= arg.index < MAX_ARGS:
+        raise PlanError(f"step {entry!r}: tensor index {arg.index} is out of range")
 
 
 def _check_name(name: str) -> None:

@@ -13,12 +13,15 @@ import weakref
 from typing import Any
 
 from torch_autokern import config
-from torch_autokern.errors import AutokernError
+from torch_autokern.errors import AutokernError, PlanError
+from torch_autokern.ops import SPECS
 from torch_autokern.runtime.extension import extension_state
 from torch_autokern.runtime.kernel import load_cpu_kernel
 from torch_autokern.runtime.plan import decode_plan
 from torch_autokern.runtime.table import CLASSES, Servable, build_rows, refusal
 from torch_autokern.runtime.target import local_target, stock_build
+from torch_autokern.store.key import KernelKey
+from torch_autokern.store.key import Target
 from torch_autokern.store.record import AccuracyClass, StoredRecord
 from torch_autokern.store.store import KernelStore, open_store
 
@@ -105,9 +108,11 @@ class Session:
     def _candidates(self) -> list[StoredRecord]:
         target, build = local_target(), stock_build()
         found = []
-        for row in self.store.index().rows():
-            if (row.target.device_type, row.target.arch) != (target.device_type, target.arch):
-                continue
+
+        def fits(made_for: Target, _stock_build: str) -> bool:
+            return (made_for.device_type, made_for.arch) == (target.device_type, target.arch)
+
+        for row in self.store.index().rows(fits):
             stored = self.store.get(row.key_digest, row.record_id)
             if stored is None:
                 continue
@@ -125,6 +130,7 @@ class Session:
         if record_id in self.load_failures:
             return None
         try:
+            _check_outputs(stored.record.key)
             plan = decode_plan(stored.data["plan.json"])
             identity = stored.record.provenance.candidate_id
             kernel = load_cpu_kernel(stored.data["kernel.so"], identity, plan, stored.record.key, record_id)
@@ -135,6 +141,15 @@ class Session:
             return None
         self.loaded[record_id] = Servable(record_id, stored.record, kernel.native)
         return self.loaded[record_id]
+
+
+def _check_outputs(key: KernelKey) -> None:
+    """A hit of the functional form returns `key.outputs`: they must be laid out as stock's results are."""
+    for mine, stock in zip(key.outputs, SPECS[key.op].stock_outputs(key), strict=True):
+        if mine is None or stock is None:
+            continue
+        if (mine.dtype, mine.sizes, mine.strides) != (stock.dtype, stock.sizes, stock.strides):
+            raise PlanError(f"results of {key.op} have strides {mine.strides}, stock's have {stock.strides}: record it again")
 
 
 def pool_limit_bytes() -> int:

@@ -73,8 +73,9 @@ def key_difference(key: KernelKey, record: KernelRecord, threads: int) -> str | 
 
 
 def ratio_low(record: KernelRecord, regime: Regime) -> float | None:
-    """Lower bound of the speed-up in a regime, None where it was not measured there."""
-    return max((timing.ratio_low for timing in record.verdict.timings if timing.regime == regime), default=None)
+    """Lower bound of the speed-up in a regime, by the timing that the record was accepted by (the first of its regime); None
+    where it was not measured there."""
+    return next((timing.ratio_low for timing in record.verdict.timings if timing.regime == regime), None)
 
 
 def winner(servables: Iterable[Servable], regime: Regime, policy: AccuracyClass, *, deterministic: bool) -> Servable | None:

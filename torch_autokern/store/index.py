@@ -21,7 +21,6 @@ import msgspec
 
 from torch_autokern.store.files import Unread, read_file
 from torch_autokern.store.key import Target, canonical_json
-from torch_autokern.store.layout import index_file
 from torch_autokern.store.record import AccuracyClass, Determinism, StoredRecord
 
 MAGIC = b"AKINDEX1"
@@ -148,9 +147,9 @@ def encode_index(rows: Iterable[IndexRow]) -> bytes:
     return body + hashlib.sha256(body).digest()
 
 
-def read_index(root: Path) -> RecordIndex | None:
-    """The index file of a folder, or None where there is none or it is damaged: it can be derived again."""
-    content = read_file(index_file(root), MAX_INDEX_BYTES)
+def read_index(path: Path) -> RecordIndex | None:
+    """One index file, or None where it is absent or damaged: it can be derived again."""
+    content = read_file(path, MAX_INDEX_BYTES)
     if isinstance(content, Unread):
         return None
     try:

@@ -1,4 +1,9 @@
-"""Keeping the index of a folder: announce before a publish, add what is pending when opening, derive it again when asked."""
+"""Keeping the index of a folder: announce before a publish, add what is pending when opening, derive it again when asked.
+
+The index is one or more list files that never change. Merging writes one more file with everything it read, then removes what
+it read: the list files and the announcements. Two processes that merge at once both leave complete files, so the lock only
+saves the second one's work.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +16,14 @@ import msgspec
 
 from torch_autokern.store.files import list_folder, make_folders, publish_file, remove_file, sync_folders
 from torch_autokern.store.index import Accepts, IndexRow, RecordIndex, encode_index, read_index, row_of
-from torch_autokern.store.layout import index_file, key_folder, pending_folder, pending_name
+from torch_autokern.store.layout import index_files, key_folder, new_index_file, pending_folder, pending_name
 from torch_autokern.store.lock import work_lock
 from torch_autokern.store.reading import read_record, record_files
 from torch_autokern.store.record import StoredRecord
 
 COMPACT_ABOVE = 256
+MERGE_ABOVE_FILES = 4
+_LISTING_TRIES = 3
 _STALE_PENDING_S = 86_400.0
 _LOCK = "index"
 
@@ -24,18 +31,19 @@ _LOCK = "index"
 class FolderIndex(msgspec.Struct, frozen=True):
     """The records of one folder: the listed ones, and by key those published since."""
 
-    listed: RecordIndex
+    listed: tuple[RecordIndex, ...]
     recent: dict[str, tuple[IndexRow, ...]]
 
     def lookup(self, key_digest: str) -> tuple[IndexRow, ...]:
-        """The rows of one key."""
-        return self.listed.lookup(key_digest) + self.recent.get(key_digest, ())
+        """The rows of one key; a row may be there twice."""
+        rows = [row for listed in self.listed for row in listed.lookup(key_digest)]
+        return (*rows, *self.recent.get(key_digest, ()))
 
     def rows(self, accepts: Accepts | None = None) -> list[IndexRow]:
-        """All rows, or those whose target and stock build `accepts`."""
-        recent = (row for rows in self.recent.values() for row in rows)
-        kept = (row for row in recent if accepts is None or accepts(row.target, row.stock_build))
-        return [*self.listed.rows(accepts), *kept]
+        """All rows, or those whose target and stock build `accepts`; a row may be there twice."""
+        rows = [row for listed in self.listed for row in listed.rows(accepts)]
+        recent = (row for group in self.recent.values() for row in group)
+        return [*rows, *(row for row in recent if accepts is None or accepts(row.target, row.stock_build))]
 
 
 def announce(root: Path, key_digest: str, record_id: str) -> None:
@@ -54,45 +62,52 @@ def announce(root: Path, key_digest: str, record_id: str) -> None:
 
 def open_index(root: Path, *, writable: bool) -> FolderIndex:
     """The index of a folder with what is pending; derived from the records where it is missing or damaged."""
-    pending = list_folder(pending_folder(root))  # before the list: whoever merges writes the list first
-    listed = read_index(root)
-    if listed is None:
+    pending = list_folder(pending_folder(root))  # before the lists: whoever merges writes its list first
+    paths, listed = _read_lists(root)
+    if not listed:
         return derive_index(root, writable=writable)
-    if writable and len(pending) > COMPACT_ABOVE:
-        _merge_pending(root)
-    return FolderIndex(listed, _recent_rows(root, pending, listed))
+    index = FolderIndex(listed, _recent_rows(root, pending, listed))
+    if writable and (len(pending) > COMPACT_ABOVE or len(paths) > MERGE_ABOVE_FILES):
+        with work_lock(root, _LOCK, timeout_s=0.0) as held:
+            if held:
+                _replace(root, index.rows(), paths, pending)
+    return index
 
 
 def derive_index(root: Path, *, writable: bool) -> FolderIndex:
     """Read every record and list the whole ones; write the list where that is possible."""
-    with work_lock(root if writable else None, _LOCK, timeout_s=0.0) as held:
-        pending = list_folder(pending_folder(root))
-        whole = (stored for stored in map(read_record, record_files(root)) if isinstance(stored, StoredRecord))
-        rows = [row_of(stored) for stored in whole]
-        if held and (rows or os.path.lexists(index_file(root))):
-            _write(root, rows, pending)
-    return FolderIndex(RecordIndex(encode_index(rows)), {})
+    pending = list_folder(pending_folder(root))
+    paths = index_files(root)
+    whole = (stored for stored in map(read_record, record_files(root)) if isinstance(stored, StoredRecord))
+    rows = [row_of(stored) for stored in whole]
+    if writable and (rows or paths):
+        _replace(root, rows, paths, pending)
+    return FolderIndex((RecordIndex(encode_index(rows)),), {})
 
 
 def forget_key(root: Path, key_digest: str) -> None:
-    """Take a key's rows out of the list after its records are gone. Rows left behind would only cost a failed read."""
-    with work_lock(root, _LOCK, timeout_s=5.0) as held:
-        listed = read_index(root)
-        if held and listed is not None and listed.lookup(key_digest):
-            _write(root, [row for row in listed.rows() if row.key_digest != key_digest], [])
+    """Take a key's rows out of the lists after its records are gone. Rows left behind would only cost a failed read."""
+    paths, listed = _read_lists(root)
+    if any(index.lookup(key_digest) for index in listed):
+        rows = [row for index in listed for row in index.rows() if row.key_digest != key_digest]
+        _replace(root, rows, paths, [])
 
 
-def _merge_pending(root: Path) -> None:
-    """Write what is listed and what is pending as one list. Both are read under the lock: a list read before it could lack
-    what another process merged, and announced no longer, meanwhile."""
-    with work_lock(root, _LOCK, timeout_s=0.0) as held:
-        pending = list_folder(pending_folder(root))
-        listed = read_index(root)
-        if held and listed is not None:
-            _write(root, FolderIndex(listed, _recent_rows(root, pending, listed)).rows(), pending)
+def _read_lists(root: Path) -> tuple[list[Path], tuple[RecordIndex, ...]]:
+    """All list files and their contents; no contents where there is no file or one is damaged."""
+    paths: list[Path] = []
+    for _ in range(_LISTING_TRIES):
+        paths = index_files(root)
+        listed = [read_index(path) for path in paths]
+        whole = tuple(index for index in listed if index is not None)
+        if len(whole) == len(paths):
+            return paths, whole
+        if all(index is not None or path.exists() for path, index in zip(paths, listed, strict=True)):
+            break  # damaged, not merged away by another process since the listing
+    return paths, ()
 
 
-def _recent_rows(root: Path, pending: list[str], listed: RecordIndex) -> dict[str, tuple[IndexRow, ...]]:
+def _recent_rows(root: Path, pending: list[str], listed: tuple[RecordIndex, ...]) -> dict[str, tuple[IndexRow, ...]]:
     recent: dict[str, dict[str, IndexRow]] = {}
     for key in sorted({name.split("-")[0] for name in pending}):
         if len(key) != 32 or set(key) - set("0123456789abcdef"):
@@ -101,7 +116,7 @@ def _recent_rows(root: Path, pending: list[str], listed: RecordIndex) -> dict[st
             stored = read_record(path)
             if isinstance(stored, StoredRecord):
                 row = row_of(stored)
-                if row not in listed.lookup(row.key_digest):
+                if not any(row in index.lookup(row.key_digest) for index in listed):
                     recent.setdefault(row.key_digest, {})[row.record_id] = row
     return {key: tuple(rows.values()) for key, rows in recent.items()}
 
@@ -113,13 +128,14 @@ def _touch(path: Path, root: Path) -> None:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0), 0o600))
 
 
-def _write(root: Path, rows: list[IndexRow], pending: list[str]) -> None:
-    """Replace the list, then drop the announcements that it covers. Only for a holder of the lock, and only a saving: on an
-    error the old list and all announcements stay."""
+def _replace(root: Path, rows: list[IndexRow], paths: list[Path], pending: list[str]) -> None:
+    """Write one list of `rows`, then remove the list files and announcements that it covers; on an error all of them stay."""
     try:
-        publish_file(index_file(root), encode_index(rows), root, replace=True)
+        publish_file(new_index_file(root), encode_index(rows), root)
     except OSError:
         return
+    for path in paths:
+        remove_file(path)
     listed = {pending_name(row.key_digest, row.record_id) for row in rows}
     for name in pending:
         path = pending_folder(root) / name

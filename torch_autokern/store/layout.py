@@ -7,6 +7,7 @@ version is a folder, so versions that share a root do not see each other's files
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
 from pathlib import Path
@@ -16,6 +17,7 @@ RECORD_SUFFIX = ".akr"
 _DIGITS = 32
 _KEY_FOLDER = re.compile(r"[0-9a-f]{32}")
 _RECORD_FILE = re.compile(r"[0-9a-f]{32}\.akr")
+_INDEX_FILE = re.compile(r"[0-9a-f]{32}\.idx")
 _TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{32}\.tmp")
 
 
@@ -39,9 +41,23 @@ def locks_folder(root: Path) -> Path:
     return root / VERSION_FOLDER / "locks"
 
 
-def index_file(root: Path) -> Path:
-    """The derived list of all records."""
+def index_folder(root: Path) -> Path:
+    """Where the derived lists of records live."""
     return root / VERSION_FOLDER / "index"
+
+
+def index_files(root: Path) -> list[Path]:
+    """All list files, sorted; none where the folder is absent or unreadable."""
+    try:
+        names = sorted(os.listdir(index_folder(root)))
+    except OSError:
+        return []
+    return [index_folder(root) / name for name in names if _INDEX_FILE.fullmatch(name)]
+
+
+def new_index_file(root: Path) -> Path:
+    """A list file of a name that nobody else picks."""
+    return index_folder(root) / f"{secrets.token_hex(16)}.idx"
 
 
 def pending_folder(root: Path) -> Path:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,18 +17,18 @@ _LOCK_ERRORS = (OSError, RuntimeError, NotImplementedError)  # filelock's Timeou
 
 
 @contextmanager
-def work_lock(root: Path | None, name: str, timeout_s: float = 30.0) -> Iterator[bool]:
+def work_lock(root: Path | None, name: str, timeout_s: float) -> Iterator[bool]:
     """Hold the lock `name` of a store folder while the body runs; yields whether it is held.
 
     After `timeout_s`, on any lock error, and without a folder the body runs all the same: a lock may lie on network disks and
-    its holder may hang, so whoever enters must be right without it.
+    its holder may hang, so whoever enters must be right without it. A forked child that leaves the body does not release its
+    parent's lock (filelock 3.30 and newer).
     """
     lock = _acquire(root, name, timeout_s)
-    process = os.getpid()
     try:
         yield lock is not None
     finally:
-        if lock is not None and os.getpid() == process:
+        if lock is not None:
             _release(lock)
 
 

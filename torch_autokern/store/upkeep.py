@@ -14,7 +14,8 @@ from torch_autokern.store.files import Unread, list_folder, remove_file, set_asi
 from torch_autokern.store.indexing import derive_index, forget_key
 from torch_autokern.store.layout import (
     damaged_folder,
-    index_file,
+    index_files,
+    index_folder,
     is_temporary_file,
     key_folder,
     pending_folder,
@@ -100,14 +101,15 @@ def clear_folder(root: Path, key_digest: str | None = None) -> UpkeepCount:
     if key_digest is not None:
         forget_key(root, key_digest)
     else:
-        remove_file(index_file(root))
+        for path in index_files(root):
+            remove_file(path)
         for name in list_folder(pending_folder(root)):
             remove_file(pending_folder(root) / name)
     return UpkeepCount(records=records, notes=notes)
 
 
 def _temporary_files(root: Path) -> Iterator[Path]:
-    for folder in (root, version_folder(root), damaged_folder(root), pending_folder(root), *key_folders(root)):
+    for folder in (root, version_folder(root), index_folder(root), damaged_folder(root), *key_folders(root)):
         for name in list_folder(folder):
             if is_temporary_file(name):
                 yield folder / name

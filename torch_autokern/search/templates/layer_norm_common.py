@@ -2,8 +2,8 @@
 
 Variance is two-pass and corrected (Chan, Golub, LeVeque 1983, eq. 1.7): with any m0 near the mean and d = x - m0,
 ``mean = m0 + sum d / n`` and ``M2 = sum d^2 - (sum d)^2 / n``. Constant rows come out with a variance of exactly 0 although m0
-carries the rounding of a plain sum. The mean is applied in two parts, ``(x - high) * rstd - low * rstd``, so that a large offset
-costs no accuracy. Rows that float cannot carry (overflow, underflow without eps, NaN, infinities) are redone in double.
+carries the rounding of a plain sum. Mean and rstd are applied in two parts each (the float nearest to them, and the rest), so
+that a large offset costs no accuracy and the rounding of rstd does not tilt a whole row. Rows that float cannot carry (overflow, underflow without eps, NaN, infinities) are redone in double.
 """
 
 from __future__ import annotations
@@ -102,18 +102,29 @@ AK_INLINE vf join(vf* s) {
     AK_UNROLL for (int u = 0; u < step; u++) s[u] += s[u + step];
   return s[0];
 }
+constexpr int64_t SHORT_SUM = 16;
 template <int64_t N>
-AK_INLINE moments moments_of(const float* x) {
-  vf s[U] = {};
-  each<N>(x, vf{}, [&](int u, vf v) __attribute__((always_inline)) { s[u] += v; });
-  const vf m0 = ak_reduce_all(join(s), ak_op_sum{}) * (float)(1.0 / (double)N);
+AK_INLINE void add_distances(const float* x, vf m0, vf& t1, vf& t2) {
   vf d1[U] = {}, d2[U] = {};
   each<N>(x, m0, [&](int u, vf v) __attribute__((always_inline)) {
     const vf d = v - m0;
     d1[u] += d;
     d2[u] += d * d;
   });
-  const double s1 = (double)ak_reduce(join(d1), ak_op_sum{}), s2 = (double)ak_reduce(join(d2), ak_op_sum{});
+  t1 += join(d1);
+  t2 += join(d2);
+}
+template <int64_t N>
+AK_INLINE moments moments_of(const float* x) {
+  vf s[U] = {};
+  each<N>(x, vf{}, [&](int u, vf v) __attribute__((always_inline)) { s[u] += v; });
+  const vf m0 = ak_reduce_all(join(s), ak_op_sum{}) * (float)(1.0 / (double)N);
+  // Sums of at most SHORT_SUM terms, added up: beside an outlier the roundings of a longer chain all point the same way.
+  constexpr int64_t PIECE = SHORT_SUM * U * L, PIECES = N > PIECE ? (N - 1) / PIECE : 0;
+  vf t1 = {}, t2 = {};
+  for (int64_t piece = 0; piece < PIECES; piece++) add_distances<PIECE>(x + piece * PIECE, m0, t1, t2);
+  add_distances<N - PIECES * PIECE>(x + PIECES * PIECE, m0, t1, t2);
+  const double s1 = (double)ak_reduce(t1, ak_op_sum{}), s2 = (double)ak_reduce(t2, ak_op_sum{});
   const double shift = s1 * (1.0 / (double)N);
   const double m2 = s2 - s1 * shift;
   if (!(s2 < 1e37) || (EPS < 1e-20 && !(m2 > 1e-25))) return moments_in_double(x, N);
@@ -160,8 +171,13 @@ AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, s
   const float high_part = (float)s.mean;
   const vf high = ak_splat(high_part), rstd = ak_splat((float)s.rstd);
   const vf low = ak_splat((float)(((double)high_part - s.mean) * s.rstd));
+  const vf rstd_low = ak_splat((float)(s.rstd - (double)(float)s.rstd));
+  auto normalised = [&](vf v) __attribute__((always_inline)) {
+    const vf d = v - high;
+    return d * rstd + (d * rstd_low + low);
+  };
   auto at = [&](int64_t i) __attribute__((always_inline)) {
-    vf v = (ak_load(x + i) - high) * rstd + low;
+    vf v = normalised(ak_load(x + i));
     if (HAS_WEIGHT && HAS_BIAS) return v * ak_load(w + i) + ak_load(b + i);
     if (HAS_WEIGHT) return v * ak_load(w + i);
     return HAS_BIAS ? v + ak_load(b + i) : v;
@@ -178,7 +194,7 @@ AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, s
     AK_UNROLL for (int u = 0; u < U; u++) ak_store(y + i + u * L, at(i + u * L));
   AK_UNROLL for (int u = 0; u < (int)((VECTORS - WHOLE) / L); u++) ak_store(y + WHOLE + u * L, at(WHOLE + u * L));
   if (TAIL) {
-    vf v = (ak_load_part<PART>(x + VECTORS, vf{}) - high) * rstd + low;
+    vf v = normalised(ak_load_part<PART>(x + VECTORS, vf{}));
     if (HAS_WEIGHT) v = v * ak_load_part<PART>(w + VECTORS, vf{});
     if (HAS_BIAS) v = v + ak_load_part<PART>(b + VECTORS, vf{});
     ak_store_part<PART>(y + VECTORS, v);
