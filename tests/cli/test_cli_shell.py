@@ -1,4 +1,4 @@
-"""One line for a mistake, exit codes, and a command line that starts quickly."""
+"""One line for a mistake, exit codes, and every command behind one entry point."""
 
 from __future__ import annotations
 
@@ -8,28 +8,52 @@ from pathlib import Path
 
 import pytest
 
-from torch_autokern.cli import shell
+from torch_autokern.cli import main, shell
 from torch_autokern.errors import InvalidInputError, StoreError
 
 COMMANDS = ("record", "warm", "explain", "stats", "cache", "doctor", "demo")
 
 
-def autokern(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "torch_autokern.cli.main", *arguments], capture_output=True, text=True, timeout=120
-    )
+def exit_code(*arguments: str) -> int:
+    """Run the command line in this process, as its entry point does."""
+    with pytest.raises(SystemExit) as stop:
+        shell.run(lambda: main.app(list(arguments)))
+    assert isinstance(stop.value.code, int)
+    return stop.value.code
 
 
-def test_help_lists_every_command() -> None:
-    result = autokern("--help")
-    assert result.returncode == 0
-    assert all(command in result.stdout for command in COMMANDS)
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code("--help") == 0
+    words = capsys.readouterr().out
+    assert all(command in words for command in COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_has_json(command: str) -> None:
-    arguments = (command, "list", "--help") if command == "cache" else (command, "--help")
-    assert "--json" in autokern(*arguments).stdout
+def test_every_command_has_json(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert exit_code(*((command, "list") if command == "cache" else (command,)), "--help") == 0
+    assert "--json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("nonsense",), ("explain",), ("explain", "missing.json"), ("warm", "missing.json"), ("warm", "x", "--budget", "soon"),
+     ("demo", "--json", "/no/such/folder/x.json"), ("record", "--", "ls"), ("cache", "show", "zzz")],
+)  # fmt: skip
+def test_bad_input_is_exit_code_2_with_words_on_stderr(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.err.strip()
+    assert captured.out == ""
+
+
+def test_the_installed_command_reports_a_mistake_without_traceback() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "torch_autokern.cli.main", "explain", "missing.json"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith("autokern: cannot read workload missing.json") and result.stderr.count("\n") == 1
 
 
 def test_a_mistake_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
@@ -57,14 +81,6 @@ def test_a_fault_of_ours_is_not_hidden() -> None:
 
     with pytest.raises(ZeroDivisionError):
         shell.run(broken)
-
-
-@pytest.mark.parametrize("arguments", [("nonsense",), ("explain",), ("explain", "missing.json"), ("warm", "missing.json")])
-def test_bad_input_is_exit_code_2_without_traceback(arguments: tuple[str, ...]) -> None:
-    result = autokern(*arguments)
-    assert result.returncode == 2, result.stderr
-    assert "Traceback" not in result.stderr
-    assert result.stderr.strip()
 
 
 def test_a_writable_file_is_probed_without_leaving_anything(tmp_path: Path) -> None:

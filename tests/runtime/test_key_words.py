@@ -205,10 +205,14 @@ def test_threads_flush_denormal_and_mkldnn_are_in_the_header() -> None:
         assert SPECS["_softmax"].decode(words, outputs).flush_denormal
     finally:
         torch.set_flush_denormal(False)
-    with torch.backends.mkldnn.flags(enabled=False):
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
         words, outputs = recorded_words(lambda: torch.softmax(x, -1), "_softmax")
         seen.add(words)
         assert not SPECS["_softmax"].decode(words, outputs).mkldnn
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
     assert len(seen) == 4
 
 

@@ -1,88 +1,94 @@
-"""LayerNorm over few long rows: all threads share each row, so that it is read from memory once and stays in the shared cache.
+"""LayerNorm over long rows: all threads share each row, and each piece of weight and bias is read once for all rows.
 
-Rows are cut into chunks. One step finds each chunk's mean and M2 (two passes over a chunk in the first-level cache) and a later
-step merges them (Chan, Golub, LeVeque 1983, in double, in index order) and applies the result. A step handles a group of rows;
-the statistics of the next group run in the same step as the application of this one.
+Rows are cut into chunks. The first step finds each chunk's mean and M2 (both passes over a chunk find it in cache), the second
+merges them in index order in double, the third applies: chunk by chunk, and within a chunk row by row, because weight and bias
+are as long as a row (16.8 MB each for the published shape (16, 64, 256, 256)) and would otherwise be read again for every row.
 """
 
 from __future__ import annotations
 
 from torch_autokern.build.candidate import Candidate
-from torch_autokern.runtime.plan import MAX_STEPS, PLAN_VERSION, CpuStep, LaunchPlan, Workspace, WorkspaceArg
-from torch_autokern.search.templates.cpp_common import AUTHOR, END, STREAM_BYTES, entry, grain_of, prelude, vector_widths
+from torch_autokern.runtime.plan import PLAN_VERSION, CpuStep, LaunchPlan, Workspace, WorkspaceArg
+from torch_autokern.search.templates.cpp_common import (
+    AUTHOR,
+    END,
+    L2_BYTES,
+    STREAM_BYTES,
+    entry,
+    grain_of,
+    prelude,
+    vector_widths,
+)
 from torch_autokern.search.templates.layer_norm_common import NormLayout, norm_code, norm_layout
 from torch_autokern.store.key import KernelKey, Target
 
 NAME = "layer_norm_split"
+MIN_LENGTH = 16384
 
 _BODY = """
+constexpr int64_t ROWS = @ROWS@;
 constexpr int64_t CHUNK = @CHUNK@;
 constexpr int64_t CHUNKS = (D + CHUNK - 1) / CHUNK;
 constexpr int64_t LAST = D - (CHUNKS - 1) * CHUNK;
-AK_INLINE void chunk_moments(int64_t row, int64_t c, void* const* pointers) {
-  const float* x = (const float*)pointers[0] + x_offset(row) + c * CHUNK;
-  ((moments*)pointers[6])[row * CHUNKS + c] = c == CHUNKS - 1 ? moments_of_long<LAST>(x) : moments_of_long<CHUNK>(x);
-}
-statistics merged(const moments* part) {
-  moments all = part[0];
-  for (int64_t c = 1; c < CHUNKS; c++) all = merge(all, c * CHUNK, part[c], c == CHUNKS - 1 ? LAST : CHUNK);
-  return statistics_of(all);
-}
-AK_INLINE void chunk_apply(int64_t row, int64_t c, statistics s, void* const* pointers) {
-  const float *x = (const float*)pointers[0], *w = (const float*)pointers[1], *b = (const float*)pointers[2];
-  float *y = (float*)pointers[3], *mean = (float*)pointers[4], *rstd = (float*)pointers[5];
-  const int64_t at = c * CHUNK;
-  const float *px = x + x_offset(row) + at, *pw = HAS_WEIGHT ? w + at : w, *pb = HAS_BIAS ? b + at : b;
-  float* py = y + y_offset(row) + at;
-  if (c == CHUNKS - 1) apply<LAST>(px, pw, pb, py, s);
-  else apply<CHUNK>(px, pw, pb, py, s);
-  if (c != 0) return;
-  mean[mean_offset(row)] = (float)s.mean;
-  rstd[rstd_offset(row)] = (float)s.rstd;
-}
 """
 
-# One function per kind of step and group: item i is chunk i % CHUNKS of row first + i / CHUNKS.
-_STATISTICS = """  for (int64_t i = begin; i < end; i++) chunk_moments({first} + i / CHUNKS, i % CHUNKS, pointers);
+_STATISTICS = """  moments* parts = (moments*)pointers[6];
+  for (int64_t i = begin; i < end; i++) {
+    const float* x = (const float*)pointers[0] + x_offset(i / CHUNKS) + i % CHUNKS * CHUNK;
+    parts[i] = i % CHUNKS == CHUNKS - 1 ? moments_of_long<LAST>(x) : moments_of_long<CHUNK>(x);
+  }
 """
-_APPLY = """  int64_t known = -1;
-  statistics s = {{0, 0}};
-  for (int64_t i = begin; i < end; i++) {{
-    const int64_t row = {first} + i / CHUNKS;
-    if (row != known) s = merged((const moments*)pointers[6] + row * CHUNKS);
-    known = row;
-    chunk_apply(row, i % CHUNKS, s, pointers);
-  }}
+_MERGE = """  const moments* parts = (const moments*)pointers[6];
+  for (int64_t row = begin; row < end; row++) {
+    moments all = parts[row * CHUNKS];
+    for (int64_t c = 1; c < CHUNKS; c++)
+      all = merge(all, c * CHUNK, parts[row * CHUNKS + c], c == CHUNKS - 1 ? LAST : CHUNK);
+    const statistics s = statistics_of(all);
+    ((statistics*)pointers[7])[row] = s;
+    ((float*)pointers[4])[mean_offset(row)] = (float)s.mean;
+    ((float*)pointers[5])[rstd_offset(row)] = (float)s.rstd;
+  }
+"""
+_APPLY = """  const statistics* rows = (const statistics*)pointers[7];
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t row = i % ROWS, at = i / ROWS * CHUNK;
+    const float* x = (const float*)pointers[0] + x_offset(row) + at;
+    const float* w = HAS_WEIGHT ? (const float*)pointers[1] + at : nullptr;
+    const float* b = HAS_BIAS ? (const float*)pointers[2] + at : nullptr;
+    float* y = (float*)pointers[3] + y_offset(row) + at;
+    if (at == (CHUNKS - 1) * CHUNK) apply<LAST>(x, w, b, y, rows[row]);
+    else apply<CHUNK>(x, w, b, y, rows[row]);
+  }
   if (STREAM) ak_stream_fence();
 """
 
 
-def split(layout: NormLayout, width: int, unroll: int, chunk: int, group: int, stream: bool) -> Candidate:
-    """Chunks of `chunk` elements, `group` rows a step."""
-    chunks = -(-layout.length // chunk)
-    source = prelude(width) + norm_code(layout, unroll, stream) + _BODY.replace("@CHUNK@", str(chunk)) + END
-    args = (*layout.args, WorkspaceArg("parts"))
+def split(layout: NormLayout, width: int, unroll: int, chunk: int, stream: bool) -> Candidate:
+    """Chunks of `chunk` elements, `unroll` independent sums; `stream`: results bypass the cache."""
+    rows, chunks = layout.rows, -(-layout.length // chunk)
+    body = _BODY.replace("@CHUNK@", str(chunk)).replace("@ROWS@", str(rows))
+    source = prelude(width) + norm_code(layout, unroll, stream) + body + END
+    source += entry("measure_chunks", _STATISTICS) + entry("merge_rows", _MERGE) + entry("apply_chunks", _APPLY)
+    args = (*layout.args, WorkspaceArg("parts"), WorkspaceArg("rows"))
     grain = grain_of(min(chunk, layout.length))
-    steps = []
-    for first in range(0, layout.rows, group):
-        count = min(group, layout.rows - first) * chunks
-        for kind, body in (("statistics", _STATISTICS), ("apply", _APPLY)):
-            name = f"{kind}_{first}"
-            source += entry(name, body.format(first=first))
-            steps.append(CpuStep(name, count, grain, args))
-    plan = LaunchPlan(PLAN_VERSION, tuple(steps), (Workspace("parts", layout.rows * chunks * 16),))
-    idea = f"All threads share each row in chunks of {chunk}; statistics and application alternate over {group} rows."
-    used = {"width": width, "unroll": unroll, "chunk": chunk, "group": group, "stream": stream}
+    steps = (
+        CpuStep("measure_chunks", rows * chunks, grain, args),
+        CpuStep("merge_rows", rows, grain_of(8 * chunks), args),
+        CpuStep("apply_chunks", rows * chunks, grain, args),
+    )
+    plan = LaunchPlan(PLAN_VERSION, steps, (Workspace("parts", rows * chunks * 16), Workspace("rows", rows * 16)))
+    idea = f"All threads share each row in chunks of {chunk}; weight and bias are read once for all rows."
+    used = {"width": width, "unroll": unroll, "chunk": chunk, "stream": stream}
     return Candidate("cpp", source, plan, idea, AUTHOR, NAME, dict(used))
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
-    """Candidates for rows long enough to share between threads, best guess first; else []."""
+    """Candidates for rows that are long, and few or beyond the cache, best guess first; else []."""
     layout = norm_layout(key)
-    if layout is None or layout.length < 16384 or layout.rows > 256:
+    if layout is None or layout.length < MIN_LENGTH:
+        return []
+    if layout.rows >= 8 * target.threads and 4 * layout.length < L2_BYTES:
         return []
     width = vector_widths(target)[0]
-    fewest = -(-2 * layout.rows // MAX_STEPS)
     streams = (True, False) if 4 * layout.length * layout.rows > STREAM_BYTES else (False,)
-    groups = dict.fromkeys((max(1, fewest), layout.rows))
-    return [split(layout, width, 4, chunk, group, s) for s in streams for group in groups for chunk in (8192, 32768)]
+    return [split(layout, width, 4, chunk, stream) for stream in streams for chunk in (8192, 32768)]

@@ -69,10 +69,10 @@ def split(layout: SoftmaxLayout, width: int, chunk: int, stream: bool) -> Candid
     body = _BODY.replace("@X@", offset(layout.outer, 0, "row")).replace("@Y@", offset(layout.outer, 1, "row"))
     sizes = f"constexpr int64_t D = {layout.length}, CHUNK = {chunk};\n"
     source = prelude(width) + sizes + row_code(layout.log, 4, stream, recompute=True) + body + END
-    source += entry("statistics", _STATISTICS) + entry("apply", _APPLY)
+    source += entry("measure_chunks", _STATISTICS) + entry("apply_chunks", _APPLY)
     args = (InputArg(0), OutputArg(0), WorkspaceArg("parts"))
     grain = grain_of(min(chunk, layout.length))
-    steps = tuple(CpuStep(name, rows * chunks, grain, args) for name in ("statistics", "apply"))
+    steps = tuple(CpuStep(name, rows * chunks, grain, args) for name in ("measure_chunks", "apply_chunks"))
     plan = LaunchPlan(PLAN_VERSION, steps, (Workspace("parts", rows * chunks * 8),))
     idea = f"All threads share each row in chunks of {chunk}; maxima and sums of chunks are merged, then applied."
     return Candidate("cpp", source, plan, idea, AUTHOR, NAME, {"width": width, "chunk": chunk, "stream": stream})

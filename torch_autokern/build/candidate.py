@@ -1,0 +1,51 @@
+"""What a proposer hands over (`Candidate`) and what the builder makes of it (`Artifact`)."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Literal
+
+import msgspec
+
+from torch_autokern.runtime.plan import LaunchPlan, encode_plan
+
+Language = Literal["cpp"]
+Parameter = bool | int | float | str
+
+
+class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Device code, its launch plan, and where it came from. There is no host code in it.
+
+    `template` names the built-in template, "" for hand-written code; `parents` are record or candidate ids; `idea` is the
+    idea in words; `author` is recorded as it is and never used by the judge.
+    """
+
+    language: Language
+    source: str
+    plan: LaunchPlan
+    idea: str
+    author: str
+    template: str = ""
+    parameters: dict[str, Parameter] = {}
+    parents: tuple[str, ...] = ()
+
+    @property
+    def candidate_id(self) -> str:
+        """SHA-256 over language, source and plan: equal code is an equal candidate, whoever wrote it."""
+        digest = hashlib.sha256(self.language.encode())
+        for part in (self.source.encode(), encode_plan(self.plan)):
+            digest.update(len(part).to_bytes(8, "little"))
+            digest.update(part)
+        return digest.hexdigest()
+
+
+class Artifact(msgspec.Struct, frozen=True):
+    """Compiled bytes and all that is known of their making. `identity` is exported by a CPU library as the string
+    ``autokern_identity`` and read back after loading; `tools` names compiler, version and flags."""
+
+    candidate: Candidate
+    binary: bytes
+    identity: str
+    tools: dict[str, str]
+    box_level: str
+    build_seconds: float
