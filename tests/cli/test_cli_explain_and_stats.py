@@ -46,9 +46,7 @@ def output_of(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
     return captured.out
 
 
-def test_with_an_empty_store_every_key_says_that_there_is_no_record(
-    workload: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_with_an_empty_store_every_key_says_that_there_is_no_record(workload: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = output_of("explain", str(workload), capsys=capsys)
     assert words.count("stock: no record of this op in the store") == 2
     assert "0 of 2 keys are served" in words

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -121,13 +122,19 @@ def test_ctrl_c_still_writes_the_workload(tmp_path: Path) -> None:
     (tmp_path / "waits.py").write_text(PROGRAM + "open('ready', 'w').close()\nimport time\ntime.sleep(60)\n")
     command = [sys.executable, "-m", "torch_autokern.cli.main", "record", "--", "python", "waits.py"]
     child = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a shell's background jobs ignore it
     )
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "ready").exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        subprocess.run(["kill", "-INT", f"-{child.pid}"], check=True)  # as a terminal does: the whole group
+        os.killpg(child.pid, signal.SIGINT)  # as a terminal does: the whole group
         _, words = child.communicate(timeout=60)
     finally:
         child.kill()

@@ -39,9 +39,7 @@ def test_every_command_has_json(command: str, capsys: pytest.CaptureFixture[str]
     [("nonsense",), ("explain",), ("explain", "missing.json"), ("warm", "missing.json"), ("warm", "x", "--budget", "soon"),
      ("demo", "--json", "/no/such/folder/x.json"), ("record", "--", "ls"), ("cache", "show", "zzz")],
 )  # fmt: skip
-def test_bad_input_is_exit_code_2_with_words_on_stderr(
-    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_input_is_exit_code_2_with_words_on_stderr(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert exit_code(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.err.strip()
@@ -50,7 +48,10 @@ def test_bad_input_is_exit_code_2_with_words_on_stderr(
 
 def test_the_installed_command_reports_a_mistake_without_traceback() -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "torch_autokern.cli.main", "explain", "missing.json"], capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "torch_autokern.cli.main", "explain", "missing.json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert result.returncode == 2
     assert result.stderr.startswith("autokern: cannot read workload missing.json") and result.stderr.count("\n") == 1

@@ -32,7 +32,7 @@ SOURCE = r"""
 #include <cuda_fp16.h>
 extern "C" __global__ void softmax_rows(const float* x, float* y, int columns) {
   x += (long long)blockIdx.x * columns; y += (long long)blockIdx.x * columns;
-  float top = -INFINITY, sum = 0;
+  float top = __int_as_float(0xff800000), sum = 0;
   for (int i = threadIdx.x; i < columns; i += 32) top = fmaxf(top, x[i]);
   for (int o = 16; o; o /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, o));
   for (int i = threadIdx.x; i < columns; i += 32) sum += expf(x[i] - top);

@@ -1,4 +1,4 @@
-"""The loop's decisions, with a scripted engine: order, finalists, budget, what a second run repeats, what is said at the end."""
+"""The loop's decisions, with a scripted engine: order, finalists, budget, what a second run repeats, what is said."""
 
 from __future__ import annotations
 

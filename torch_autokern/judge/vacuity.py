@@ -97,8 +97,9 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _previous_output(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Tensor | None:
-    """What a call on other inputs returned."""
-    other = [t if t is None or i in task.spec.parameters else t.neg() for i, t in enumerate(tensors)]
+    """What a call on other inputs returned: the first data tensor negated (all of them would leave a product as it is)."""
+    data = next(i for i, t in enumerate(tensors) if t is not None and i not in task.spec.parameters)
+    other = [t.neg() if i == data and t is not None else t for i, t in enumerate(tensors)]
     return task.spec.stock(other, task.key.scalars)[0]
 
 

@@ -1,0 +1,118 @@
+"""The judge is judged: every file in `tests/cheats/` is refused for its reason, every one in `tests/honest/` is accepted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.judge.samples import Sample, samples, target
+from torch_autokern.errors import BuildError, StaticRuleError
+from torch_autokern.judge.outcome import Reason, Refusal
+from torch_autokern.judge.verdict import check, close_screen, judge, screen
+from torch_autokern.store.record import Verdict
+
+CHEATS = samples("cheats")
+HONEST = samples("honest")
+# One of each kind in the fast tier: a value, a NaN, an unwritten output, a crash, a written input, a static rule, a plan.
+FAST = {
+    "drops_tail", "hides_nan_with_max", "writes_nothing", "reads_past_end", "writes_its_input", "global_counter",
+    "points_outside", "layer_norm_one_pass", "layer_norm_copy",
+}  # fmt: skip
+
+
+def _screened(sample: Sample) -> str:
+    """The reason that the screen gives, as `warm` would see it."""
+    try:
+        artifact = sample.build()
+    except StaticRuleError:
+        return Reason.STATIC_RULE.value
+    except BuildError:
+        return Reason.BUILD_FAILED.value
+    found = screen(artifact, sample.key, target())
+    return found.reason.value if isinstance(found, Refusal) else "accepted"
+
+
+def _checked(sample: Sample) -> Refusal | None:
+    try:
+        artifact = sample.build()
+    except StaticRuleError as error:
+        return Refusal(Reason.STATIC_RULE, str(error))
+    except BuildError as error:
+        return Refusal(Reason.BUILD_FAILED, str(error))
+    found = check(artifact, sample.key, target(), trials=2)
+    return found if isinstance(found, Refusal) else None
+
+
+@pytest.mark.parametrize("sample", [s for s in CHEATS if s.name in FAST], ids=lambda s: s.name)
+def test_the_screen_or_the_check_refuses_a_cheat(sample: Sample) -> None:
+    reason = _screened(sample)
+    if reason == "accepted":  # three families do not see everything
+        refusal = _checked(sample)
+        assert refusal is not None, "accepted"
+        reason = refusal.reason.value
+    assert reason in sample.reasons
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sample", CHEATS, ids=lambda s: s.name)
+def test_the_full_check_refuses_a_cheat_and_says_why(sample: Sample) -> None:
+    refusal = _checked(sample)
+    assert refusal is not None, "accepted"
+    assert refusal.reason.value in sample.reasons, refusal.message
+    assert len(refusal.message) > 20
+
+
+@pytest.mark.parametrize("sample", [s for s in HONEST if s.name in ("softmax_rows", "layer_norm_split")], ids=lambda s: s.name)
+def test_an_honest_kernel_is_right(sample: Sample) -> None:
+    assert _checked(sample) is None
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sample", HONEST, ids=lambda s: s.name)
+def test_an_honest_kernel_is_right_in_three_repeats(sample: Sample) -> None:
+    for _ in range(3):
+        refusal = _checked(sample)
+        assert refusal is None, refusal
+
+
+def test_a_crash_ends_only_the_pooled_process() -> None:
+    crash = next(s for s in CHEATS if s.name == "null_pointer")
+    honest = next(s for s in HONEST if s.name == "softmax_bf16")
+    assert _screened(crash) == "crashed"
+    assert _screened(honest) == "accepted"
+
+
+@pytest.mark.long
+def test_an_endless_loop_is_killed_and_the_next_candidate_runs() -> None:
+    endless = next(s for s in CHEATS if s.name == "never_ends")
+    honest = next(s for s in HONEST if s.name == "softmax_bf16")
+    assert _screened(endless) == "hung"
+    assert _screened(honest) == "accepted"
+
+
+@pytest.mark.long
+def test_a_verdict_accepts_a_faster_kernel_with_its_evidence_or_says_that_the_machine_is_busy() -> None:
+    # Stock reads a dimension that is not the last with a stride: columns side by side win several times over.
+    sample = next(s for s in HONEST if s.name == "layer_norm_wide")
+    verdict = judge(sample.build(), sample.key, target(), fresh_pages=False)
+    if isinstance(verdict, Refusal):
+        assert verdict.reason is Reason.TIMING_UNSTABLE, verdict
+        pytest.skip(f"the machine is not quiet: {verdict.message}")
+    assert isinstance(verdict, Verdict)
+    assert len(verdict.families) == 13 and all(len(f.seeds) == 3 for f in verdict.families)
+    assert {"zeros", "copy of the input", "dropped tail"} <= set(verdict.vacuity_probes)
+    assert verdict.timings[0].ratio_low > 1.02 and verdict.timings[0].processes == 3
+    assert verdict.determinism == "run_to_run"
+
+
+@pytest.mark.long
+def test_a_slow_kernel_is_refused_with_both_times() -> None:
+    sample = next(s for s in HONEST if s.name == "softmax_bf16")
+    refusal = judge(sample.build(), sample.key, target())
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason in (Reason.NOT_FASTER, Reason.TIMING_UNSTABLE), refusal
+    assert "us" in refusal.message
+
+
+def test_closing_the_screen_twice_is_harmless() -> None:
+    close_screen()
+    close_screen()
