@@ -158,7 +158,8 @@ class Block(torch.nn.Module):
         q, k, v = self.qkv(self.first_norm(x)).view(batch, tokens, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
         weights = torch.softmax(q @ k.transpose(-1, -2) * (width // self.heads) ** -0.5, -1)
         x = x + self.out((weights @ v).transpose(1, 2).reshape(batch, tokens, width))
-        return x + self.down(torch.nn.functional.gelu(self.up(self.second_norm(x))))
+        wide: torch.Tensor = self.down(torch.nn.functional.gelu(self.up(self.second_norm(x))))
+        return x + wide
 
 
 def measure_model(name: str, blocks: int, width: int, batch: int, tokens: int, seconds: float) -> Row:

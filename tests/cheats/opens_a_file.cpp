@@ -18,7 +18,7 @@ extern "C" void candidate(int64_t begin, int64_t end, void* const* pointers) {
     for (int64_t i = 0; i < N; ++i) {
       top = (in[i] > top || in[i] != in[i]) ? in[i] : top;
     }
-    float sum = 0;
+    double sum = 0;
     for (int64_t i = 0; i < N; ++i) {
       sum += std::exp(in[i] - top);
     }

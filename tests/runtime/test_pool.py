@@ -216,6 +216,7 @@ def test_pooled_storages_can_be_resized_and_set(softmax: Softmax) -> None:
 
 
 def _double(x: torch.Tensor, queue: Any) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork, with or without us
     x.mul_(2)
     queue.put(float(x[0, 0]))
 
@@ -225,12 +226,11 @@ def test_pooled_results_can_be_shared_with_another_process(softmax: Softmax) -> 
     assert y.is_shared()
     torch.testing.assert_close(y, softmax.stock)
     context = torch.multiprocessing.get_context("fork")
-    torch.set_num_threads(threads := torch.get_num_threads())
     queue = context.SimpleQueue()
     child = context.Process(target=_double, args=(y, queue))
     child.start()
     child.join(60)
-    assert child.exitcode == 0 and threads > 0
+    assert child.exitcode == 0
     assert queue.get() == pytest.approx(2 * float(softmax.stock[0, 0]), rel=1e-5)
     torch.testing.assert_close(y, 2 * softmax.stock)
 

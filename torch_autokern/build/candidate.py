@@ -9,7 +9,7 @@ import msgspec
 
 from torch_autokern.runtime.plan import LaunchPlan, encode_plan
 
-Language = Literal["cpp"]
+Language = Literal["cpp", "cuda", "triton"]
 Parameter = bool | int | float | str
 
 
@@ -39,9 +39,23 @@ class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return digest.hexdigest()
 
 
+class KernelResources(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What one GPU kernel takes: registers a thread, static shared bytes a block, stack bytes a thread (local memory), bytes
+    spilled a thread (stores and loads together; -1 where the assembler did not say, and then the stack bounds it), and, for
+    Triton, the dynamic shared bytes and threads a block that its metadata asks for (0 where the plan decides)."""
+
+    registers: int
+    static_shared_bytes: int
+    stack_bytes: int
+    spilled_bytes: int = -1
+    dynamic_shared_bytes: int = 0
+    threads: int = 0
+
+
 class Artifact(msgspec.Struct, frozen=True):
     """Compiled bytes and all that is known of their making. `identity` is exported by a CPU library as the string
-    ``autokern_identity`` and read back after loading; `tools` names compiler, version and flags."""
+    ``autokern_identity`` and read back after loading; `tools` names compiler, version and flags. A GPU artifact (`kind`
+    "cuda") is a cubin for `arch`, with the resources of each entry of its plan."""
 
     candidate: Candidate
     binary: bytes
@@ -49,3 +63,6 @@ class Artifact(msgspec.Struct, frozen=True):
     tools: dict[str, str]
     box_level: str
     build_seconds: float
+    kind: Literal["cpu", "cuda"] = "cpu"
+    arch: str = ""
+    resources: dict[str, KernelResources] = {}

@@ -66,7 +66,7 @@ def _measure(budget_minutes: float, quick: bool) -> Measurement:
 
     demo_steps.check_ready()
     model, model_rows = demo_steps.model_part(budget_minutes, quick)
-    published_rows = demo_steps.published_part(budget_minutes, quick)
+    published_rows = demo_steps.published_part(budget_minutes, quick, model_rows)
     return Measurement(
         device=describe_device(),
         versions=versions(),

@@ -51,7 +51,7 @@ def load(batch_count: int, attention: str = "eager") -> MiniLM:
 
 def twin(minilm: MiniLM) -> torch.nn.Module:
     """A second module over the same weight tensors, so that both are measured on the same memory."""
-    copy: torch.nn.Module = type(minilm.model)(minilm.model.config).eval()  # type: ignore[call-arg]
+    copy: torch.nn.Module = type(minilm.model)(minilm.model.config).eval()
     copy.load_state_dict(minilm.model.state_dict(), assign=True)
     return copy
 

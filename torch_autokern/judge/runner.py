@@ -108,7 +108,8 @@ def _apply_flags(key: KernelKey, threads: int) -> None:
 
 
 def _readable() -> list[Path]:
-    """What torch may still want to read lazily: its own folder, Python's, and the processor's description."""
+    """What may still be read lazily: the folders of torch, Python and this package, and the processor's description."""
     paths = [Path(torch.__file__).parent, Path(os.__file__).parent, Path("/proc/self"), Path("/sys/devices/system/cpu")]
+    paths.append(Path(__file__).parents[1])  # this package, which an editable install keeps outside sys.path
     paths += [Path(entry) for entry in sys.path if entry]
     return [path for path in dict.fromkeys(paths) if path.exists()]

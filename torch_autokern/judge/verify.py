@@ -6,8 +6,8 @@ new addresses.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import msgspec
@@ -285,20 +285,12 @@ def _concurrently(
 ) -> str:
     if task.spec.bytes_moved(task.key) > 64 << 20:
         return "not run: 64 MiB and more a call"
-    faults: list[int] = []
 
-    def caller(which: int) -> None:
-        for _ in range(8):
-            if not _all_same(code.run(sets[which].tensors), wanted[which]):
-                faults.append(which)
-                return
+    def caller(which: int) -> bool:
+        return all(_all_same(code.run(sets[which].tensors), wanted[which]) for _ in range(8))
 
     notify("concurrent callers", 16 * call_limit_s(task))
-    threads = [threading.Thread(target=caller, args=(which,)) for which in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if faults:
-        raise runner.refused(Reason.STALE_RESULT, "two threads calling at once get other results than one alone.")
+    with ThreadPoolExecutor(2) as pool:
+        if not all(pool.map(caller, range(2))):
+            raise runner.refused(Reason.STALE_RESULT, "two threads calling at once get other results than one alone.")
     return "passed: 2 callers, 8 calls each, bitwise equal"

@@ -16,9 +16,10 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
 
     `ratio` is stock over autokern (above 1: faster) and `ratio_low` the lower bound of its interval. `error` and
     `stock_error` are largest elementwise errors against float64, in units of the op's natural scale. `served` is True, or the
-    reason of the miss; a missed case is stock on both sides. `pages` says whether output pages were fresh or resident.
-    `limit_ms` is the time that the memory system or the arithmetic needs at least; `best_peer` the fastest other library. `added_us` is own time
-    less stock's, with its spread (10th and 90th percentile), where host time is the question.
+    reason of the miss; a missed case is stock on both sides. `pages`: "default" (the allocator as the user has it) or
+    "resident" (it keeps its pages), the same on both sides. `limit_ms` is what the memory system or the arithmetic needs at
+    least; `best_peer` the fastest other library. `added_us` is own time less stock's, with its spread (10th and 90th
+    percentile), where host time is the question.
     """
 
     case: str
@@ -53,6 +54,8 @@ class ModelResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     ratio_high: float | None = None
     pool_off_ms: float | None = None
     pool_off_ratio: float | None = None
+    pool_off_ratio_low: float | None = None
+    pool_off_ratio_high: float | None = None
     note: str | None = None
 
 

@@ -12,6 +12,7 @@ def measurement_table(measurement: Measurement, title: str | None = None) -> Tab
     """A row a case: both times, the ratio with its interval, both errors, and whether a kernel served it."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("case", overflow="fold", min_width=28)
+    table.add_column("output pages")
     for heading in ("stock ms", "own ms", "ratio", "interval", "error", "stock error"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("served", overflow="fold")
@@ -28,8 +29,9 @@ def model_lines(model: ModelResult) -> list[str]:
     ]
     if model.pool_off_ms is not None and model.pool_off_ratio is not None:
         lines.append(
-            f"  of that, without the output pool: {model.pool_off_ms:.1f} ms, {_ratio(model.pool_off_ratio)}; "
-            f"the pool alone: {model.ratio / model.pool_off_ratio:.2f}x"
+            f"  without the output pool: {model.pool_off_ms:.1f} ms, {_ratio(model.pool_off_ratio)}"
+            f"{_interval(model.pool_off_ratio_low, model.pool_off_ratio_high)}; "
+            f"the pool's part: {model.ratio / model.pool_off_ratio:.3f}x"
         )
     lines.append(f"  smallest cosine between an embedding of stock and of the optimised model: {model.min_cosine:.9f}")
     if model.note:
@@ -39,9 +41,10 @@ def model_lines(model: ModelResult) -> list[str]:
 
 def _cells(row: Row) -> list[str]:
     served = "[green]yes[/]" if row.served is True else f"[yellow]no: {escape(str(row.served))}[/]"
-    case = row.case if row.pages is None else f"{row.case}, {row.pages} pages"
+    pages = ", ".join(part for part in (row.pages, row.note) if part)
     return [
-        escape(case),
+        escape(row.case),
+        escape(pages),
         milliseconds(row.stock_ms),
         milliseconds(row.autokern_ms),
         _ratio(row.ratio),

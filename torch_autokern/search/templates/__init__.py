@@ -6,18 +6,20 @@ from torch_autokern.build.candidate import Candidate
 from torch_autokern.search.templates import layer_norm_rows, layer_norm_split, softmax_columns, softmax_rows, softmax_split
 from torch_autokern.store.key import KernelKey, Target
 
+MAX_CANDIDATES = 10
+
+# The `split` templates answer only where threads would otherwise idle or rows leave the cache: there they come first.
 _TEMPLATES = (
+    layer_norm_split.propose,
+    layer_norm_rows.propose,
+    softmax_split.propose,
     softmax_rows.propose,
     softmax_columns.propose,
-    softmax_split.propose,
-    layer_norm_rows.propose,
-    layer_norm_split.propose,
 )
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
-    """Candidates of every template for one key, best guess first."""
-    found: list[Candidate] = []
-    for template in _TEMPLATES:
-        found += template(key, target)
-    return found
+    """Candidates of every template for one key, best guess first; at most `MAX_CANDIDATES`, since each costs a build."""
+    found = [candidate for template in _TEMPLATES for candidate in template(key, target)]
+    unique = {candidate.candidate_id: candidate for candidate in found}
+    return list(unique.values())[:MAX_CANDIDATES]

@@ -4,6 +4,8 @@
 `exp(x)` for x <= 0: with n = round(x / ln 2) and r = x - n ln 2 (|r| <= ln 2 / 2; ln 2 split so that n * ln2_hi is exact, as in
 Cephes `expf`), ``exp x = 2^n P(r)``, P of degree 6 whose coefficients minimise the largest relative error: 3.6e-9 once rounded
 to float, against half a unit in the last place of 6.0e-8. Below -104 the result is 0 (the smallest denormal is 2^-149).
+
+The text is C++17 for GCC and Clang; vectors are the compilers' own extension, intrinsics only where that has no words.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from torch_autokern.store.key import Target
 AUTHOR = "autokern templates"
 L1_BYTES = 32 << 10
 L2_BYTES = 512 << 10  # what one thread may count on; half of it on the machines with 1 MiB
+SCRATCH_BYTES = 256 << 10  # largest array on a thread's stack
 STREAM_BYTES = 16 << 20  # outputs above this leave the last-level cache anyway
 _WIDTHS: dict[str, tuple[int, ...]] = {"x86-64-v4": (64, 32), "x86-64-v3": (32,), "x86-64-v2": (16,), "x86-64": (16,)}
 
@@ -118,7 +121,10 @@ AK_INLINE vf ak_max(vf x, vf m) { return (vf)_mm512_max_ps((__m512)x, (__m512)m)
 template <int N> AK_INLINE vf ak_load_part(const float* p, vf fill) {
   return (vf)_mm512_mask_loadu_ps((__m512)fill, (__mmask16)((1u << N) - 1), p);
 }
-template <int N> AK_INLINE void ak_store_part(float* p, vf v) { _mm512_mask_storeu_ps(p, (__mmask16)((1u << N) - 1), (__m512)v); }
+template <int N> AK_INLINE void ak_store_part(float* p, vf v) {
+  if (N <= L / 2) _mm256_mask_storeu_ps(p, (__mmask8)((1u << N) - 1), _mm512_castps512_ps256((__m512)v));
+  else _mm512_mask_storeu_ps(p, (__mmask16)((1u << N) - 1), (__m512)v);
+}
 AK_INLINE void ak_stream(float* p, vf v) { _mm512_stream_ps(p, (__m512)v); }
 #elif defined(__AVX512VL__) && @WIDTH@ == 32
 AK_INLINE vf ak_max(vf x, vf m) { return (vf)_mm256_max_ps((__m256)x, (__m256)m); }
@@ -192,6 +198,21 @@ AK_INLINE vf ak_exp_low(vf x) {
 #else
   return ak_exp(x);
 #endif
+}
+// log(x) for finite x >= 2^-126; NaN stays NaN. With x = m 2^k, m near 1, and s = (m - 1) / (m + 1):
+// log m = 2 (s + s^3/3 + s^5/5 + s^7/7 + s^9/9 + ...), |s| <= 0.172; what is dropped is below 2e-9 of it.
+AK_INLINE vf ak_log(vf x) {
+  vi bits = (vi)x - 0x3f3504f3;  // sqrt(1/2): m lies in [sqrt(1/2), sqrt(2))
+  vi k = bits >> 23;
+  vf m = (vf)((bits & 0x7fffff) + 0x3f3504f3);
+  vf n = __builtin_convertvector(k, vf);
+  vf s = (m - 1.0f) / (m + 1.0f);
+  vf z = s * s;
+  vf p = z * (2.0f / 9) + 2.0f / 7;
+  p = p * z + 2.0f / 5;
+  p = p * z + 2.0f / 3;
+  p = p * z * s + s * 2.0f;
+  return n * 0.693359375f + (p - n * 2.12194440e-4f) + (x - x);
 }
 struct ak_op_max {
   AK_INLINE_MEMBER vf operator()(vf a, vf b) const { return ak_max(a, b); }

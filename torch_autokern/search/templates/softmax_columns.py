@@ -15,6 +15,7 @@ from torch_autokern.search.templates.cpp_common import (
     AUTHOR,
     END,
     L2_BYTES,
+    SCRATCH_BYTES,
     STREAM_BYTES,
     entry,
     grain_of,
@@ -92,13 +93,7 @@ struct block {
       }
       AK_UNROLL for (int v = 0; v < V; v++) s[v] += part[v];
     }
-    AK_UNROLL for (int v = 0; v < V; v++) {
-      if (LOG) {
-        for (int i = 0; i < L; i++) s[v][i] = (float)log((double)s[v][i]);
-      } else {
-        s[v] = 1.0f / s[v];
-      }
-    }
+    AK_UNROLL for (int v = 0; v < V; v++) s[v] = LOG ? ak_log(s[v]) : 1.0f / s[v];
     for (int64_t d = 0; d < D; d++)
       AK_UNROLL for (int v = 0; v < V; v++) store(y + d * SY, v, result(x, y, scratch, d, v, m[v], s[v]));
   }
@@ -168,14 +163,15 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     """Candidates where another dimension has stride 1 on both sides, best guess first; else []."""
     layout = softmax_layout(key)
     shape = None if layout is None else _columns(layout)
-    if layout is None or shape is None or layout.strides[1] == 0:
+    if layout is None or shape is None:
         return []
     width = vector_widths(target)[0]
-    big_output = 4 * layout.length * shape.inner * steps_in(shape.outer) > STREAM_BYTES
-    candidates = []
-    for block in _block_sizes(shape, width // 4):
-        for stream in (True, False) if big_output else (False,):
-            for prefetch in (True, False):
-                for keep in ("nothing",) if layout.log else ("scratch", "nothing") if stream else ("output", "scratch"):
-                    candidates.append(columns(shape, width, block, stream, keep, prefetch))
-    return candidates
+    streams = (True, False) if 4 * layout.length * shape.inner * steps_in(shape.outer) > STREAM_BYTES else (False,)
+    candidates: list[Candidate] = []
+    for prefetch in (True, False):
+        for block in _block_sizes(shape, width // 4):
+            scratch: tuple[Kept, ...] = ("scratch",) if 4 * block * layout.length <= SCRATCH_BYTES else ()
+            for stream in streams:
+                kept: tuple[Kept, ...] = ("nothing",) if layout.log else (*scratch, "nothing" if stream else "output")
+                candidates += [columns(shape, width, block, stream, keep, prefetch) for keep in kept]
+    return candidates[:9]

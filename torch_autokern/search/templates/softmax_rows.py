@@ -6,12 +6,14 @@ that the two horizontal reductions and the division are shared. `long_rows`: thr
 
 from __future__ import annotations
 
-from torch_autokern.build.candidate import Candidate
+from typing import Literal
+
+from torch_autokern.build.candidate import Candidate, Parameter
 from torch_autokern.runtime.plan import PLAN_VERSION, CpuStep, InputArg, LaunchPlan, OutputArg
 from torch_autokern.search.templates.cpp_common import (
     AUTHOR,
     END,
-    L2_BYTES,
+    SCRATCH_BYTES,
     STREAM_BYTES,
     entry,
     grain_of,
@@ -25,6 +27,7 @@ from torch_autokern.store.key import KernelKey, Target
 
 SHORT = "softmax_short_rows"
 LONG = "softmax_long_rows"
+Kept = Literal["nothing", "output", "scratch"]
 
 _SHORT_BODY = """
 constexpr int64_t D = @D@;
@@ -67,12 +70,7 @@ AK_INLINE void rows_at(const float* x, float* y, const int64_t* row) {
     }
   }
   vf q = ak_reduce4(s[0], s[1 % R], s[2 % R], s[3 % R], ak_op_sum{});
-  if (LOG) {
-    AK_UNROLL for (int r = 0; r < R; r++) q[r] = (float)log((double)q[r]);
-    AK_UNROLL for (int r = 0; r < R; r++) s[r] = ak_splat(q[r]);
-  } else {
-    spread(1.0f / q, s);
-  }
+  spread(LOG ? ak_log(q) : 1.0f / q, s);
   AK_UNROLL for (int r = 0; r < R; r++) {
     float* p = y + y_offset(row[r]);
     AK_UNROLL for (int v = 0; v < V; v++) store_part_or_all(p, v, LOG ? e[r][v] - s[r] : e[r][v] * s[r]);
@@ -92,7 +90,9 @@ _SHORT_ENTRY = """  const float* x = (const float*)pointers[0];
 
 _ROW_CODE = """
 constexpr int U = @U@;
-constexpr bool LOG = @LOG@, STREAM = @STREAM@, RECOMPUTE = @RECOMPUTE@;
+constexpr bool LOG = @LOG@, STREAM = @STREAM@, PREFETCH = @PREFETCH@;
+enum Kept { NOTHING, OUTPUT, SCRATCH };
+constexpr Kept KEEP = @KEEP@;  // where the exponentials wait for their sum; NOTHING: they are computed again
 // A row, or a piece of one, of N neighbouring elements.
 template <int64_t N>
 struct row {
@@ -108,42 +108,44 @@ struct row {
     AK_UNROLL for (int u = 1; u < U; u++) m[0] = ak_max(m[u], m[0]);
     return ak_reduce(m[0], ak_op_max{});
   }
-  // Sum of exp(x - m); leaves the exponentials in y unless they are computed again later. Partial sums of 64 steps keep the
-  // rounding error of a long row near that of a short one.
-  AK_INLINE_MEMBER static float sum(const float* x, float* y, vf m) {
-    constexpr bool KEEP = !LOG && !RECOMPUTE;
+  // Sum of exp(x - m); the exponentials go to `kept` (output or scratch) unless they are computed again. Partial sums of 64
+  // steps keep the rounding error of a long row near that of a short one. `next` is the row after this one: its lines are
+  // fetched while this one's exponentials keep the core busy.
+  AK_INLINE_MEMBER static float sum(const float* x, float* kept, vf m, const float* next) {
     vf total = {};
     for (int64_t outer = 0; outer < WHOLE; outer += 64 * BLOCK) {
       const int64_t stop = outer + 64 * BLOCK < WHOLE ? outer + 64 * BLOCK : WHOLE;
       vf s[U] = {};
-      for (int64_t i = outer; i < stop; i += BLOCK)
+      for (int64_t i = outer; i < stop; i += BLOCK) {
+        if (PREFETCH)
+          AK_UNROLL for (int c = 0; c < U * WIDTH; c += 64) __builtin_prefetch((const char*)(next + i) + c, 0, 2);
         AK_UNROLL for (int u = 0; u < U; u++) {
           vf e = ak_exp(ak_load(x + i + u * L) - m);
-          if (KEEP) ak_store(y + i + u * L, e);
+          if (KEEP) ak_store(kept + i + u * L, e);
           s[u] += e;
         }
+      }
       AK_UNROLL for (int u = 1; u < U; u++) s[0] += s[u];
       total += s[0];
     }
     for (int64_t i = WHOLE; i < VECTORS; i += L) {
       vf e = ak_exp(ak_load(x + i) - m);
-      if (KEEP) ak_store(y + i, e);
+      if (KEEP) ak_store(kept + i, e);
       total += e;
     }
     if (TAIL) {
       vf e = ak_exp(ak_load_part<PART>(x + VECTORS, ak_splat(-INF)) - m);
-      if (KEEP) ak_store_part<PART>(y + VECTORS, e);
+      if (KEEP) ak_store_part<PART>(kept + VECTORS, e);
       total += e;
     }
     return ak_reduce(total, ak_op_sum{});
   }
   AK_INLINE_MEMBER static vf result(vf in, vf m, vf s) {
     if (LOG) return (in - m) - s;
-    return RECOMPUTE ? ak_exp(in - m) * s : in * s;
+    return (KEEP ? in : ak_exp(in - m)) * s;
   }
-  // s: the logarithm of the sum, or its reciprocal.
-  AK_INLINE_MEMBER static void write(const float* x, float* y, vf m, vf s) {
-    const float* in = LOG || RECOMPUTE ? x : y;
+  // `in`: the row itself, or its exponentials where they were kept; s: the logarithm of the sum, or its reciprocal.
+  AK_INLINE_MEMBER static void write(const float* in, float* y, vf m, vf s) {
     if (STREAM && VECTORS) {
       // The first and the last vector are stored unaligned; what lies between starts at a vector boundary.
       int64_t i = (int64_t)((0 - (uintptr_t)y / 4) % L);
@@ -170,12 +172,14 @@ AK_INLINE int64_t y_offset(int64_t row) { return @Y@; }
 
 _LONG_ENTRY = """  const float* x = (const float*)pointers[0];
   float* y = (float*)pointers[1];
+  alignas(WIDTH) float scratch[KEEP == SCRATCH ? D : 1];
   for (int64_t r = begin; r < end; r++) {
     const float* px = x + x_offset(r);
     float* py = y + y_offset(r);
+    float* kept = KEEP == SCRATCH ? scratch : py;
     const vf m = ak_splat(row<D>::maximum(px));
-    const float sum = row<D>::sum(px, py, m);
-    row<D>::write(px, py, m, ak_splat(LOG ? (float)log((double)sum) : 1.0f / sum));
+    const float sum = row<D>::sum(px, kept, m, x + x_offset(r + 1 < end ? r + 1 : r));
+    row<D>::write(KEEP ? kept : px, py, m, ak_splat(LOG ? (float)log((double)sum) : 1.0f / sum));
   }
   if (STREAM) ak_stream_fence();
 """
@@ -193,12 +197,12 @@ def _fill(text: str, layout: SoftmaxLayout, values: dict[str, object]) -> str:
     return text
 
 
-def row_code(log: bool, unroll: int, stream: bool, recompute: bool) -> str:
+def row_code(log: bool, unroll: int, stream: bool, keep: Kept, prefetch: bool) -> str:
     """C++ text of ``row<N>``: maximum, sum and write of N neighbouring elements."""
-    flags = {"U": str(unroll), "LOG": str(log), "STREAM": str(stream), "RECOMPUTE": str(recompute)}
+    flags = {"U": str(unroll), "LOG": str(log).lower(), "STREAM": str(stream).lower(), "PREFETCH": str(prefetch).lower()}
     code = _ROW_CODE.replace("AK_INLINE_MEMBER", "inline __attribute__((always_inline))")
-    for name, value in flags.items():
-        code = code.replace(f"@{name}@", value.lower())
+    for name, value in {**flags, "KEEP": keep.upper()}.items():
+        code = code.replace(f"@{name}@", value)
     return code
 
 
@@ -210,14 +214,30 @@ def short_rows(layout: SoftmaxLayout, width: int, rows: int) -> Candidate:
     return Candidate("cpp", source, _plan(layout), idea, AUTHOR, SHORT, {"width": width, "rows": rows})
 
 
-def long_rows(layout: SoftmaxLayout, width: int, unroll: int, stream: bool, recompute: bool) -> Candidate:
-    """Three passes over a row in cache. `stream`: results bypass the cache; `recompute`: exp twice instead of a stored copy."""
-    source = prelude(width) + row_code(layout.log, unroll, stream, recompute) + _fill(_LONG_BODY, layout, {}) + END
-    source += entry("run", _LONG_ENTRY)
-    kept = "log needs no copy" if layout.log else "exp is computed twice" if recompute else "exponentials wait in the output"
-    idea = f"Three passes over a cached row, {unroll} independent sums; {kept}; {'streaming' if stream else 'plain'} stores."
-    values = {"width": width, "unroll": unroll, "stream": stream, "recompute": recompute}
-    return Candidate("cpp", source, _plan(layout), idea, AUTHOR, LONG, dict(values))
+def long_rows(layout: SoftmaxLayout, width: int, stream: bool, keep: Kept, prefetch: bool) -> Candidate:
+    """Three passes over a row in cache.
+
+    `stream`: results bypass the cache. `keep`: where exponentials wait for their sum ("nothing" for a logarithm).
+    `prefetch`: fetch the next row early.
+    """
+    body = row_code(layout.log, 4, stream, keep, prefetch) + _fill(_LONG_BODY, layout, {})
+    source = prelude(width) + body + END + entry("run", _LONG_ENTRY)
+    idea = f"Three passes over a cached row; exponentials kept: {keep}; {'streaming' if stream else 'plain'} stores."
+    used: dict[str, Parameter] = {"width": width, "stream": stream, "keep": keep, "prefetch": prefetch}
+    return Candidate("cpp", source, _plan(layout), idea, AUTHOR, LONG, used)
+
+
+def _propose_short(layout: SoftmaxLayout, target: Target) -> list[Candidate]:
+    found: list[tuple[int, Candidate]] = []
+    for width in vector_widths(target):
+        vectors = -(-layout.length * 4 // width)
+        fits = [rows for rows in (4, 2, 1) if rows * vectors <= registers(target) - 8]
+        # A narrower vector wins where it wastes fewer lanes, and costs more instructions where it does not.
+        cost = vectors * width + (0 if width == vector_widths(target)[0] else 4 * vectors)
+        if 8 * layout.length <= width:
+            cost += width // 2
+        found += [(cost, short_rows(layout, width, rows)) for rows in fits[:2]]
+    return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
@@ -225,17 +245,18 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     layout = softmax_layout(key)
     if layout is None or not layout.contiguous:
         return []
-    candidates: list[Candidate] = []
-    for width in vector_widths(target):
-        vectors = -(-layout.length * 4 // width)
-        fits = [rows for rows in (4, 2, 1) if rows * vectors <= registers(target) - 8]
-        candidates += [short_rows(layout, width, rows) for rows in fits[:2]]
-    if layout.length * 4 < 2 * vector_widths(target)[0]:
+    candidates = _propose_short(layout, target)
+    widths = vector_widths(target)
+    if layout.length * 4 < 2 * widths[0]:
         return candidates
-    big_output = layout.length * steps_in(layout.outer) * 4 > STREAM_BYTES
-    row_bytes = 2 * layout.length * 4
-    for width in vector_widths(target):
-        for stream in (True, False) if big_output else (False,):
-            for recompute in (False,) if layout.log else (True, False) if row_bytes > L2_BYTES or stream else (False,):
-                candidates.append(long_rows(layout, width, 4, stream, recompute))
-    return candidates[:8]
+    row_bytes = 4 * layout.length
+    streams = (True, False) if row_bytes * steps_in(layout.outer) > STREAM_BYTES else (False,)
+    scratch: tuple[Kept, ...] = ("scratch",) if row_bytes <= SCRATCH_BYTES else ()
+    for stream in streams:
+        kept: tuple[Kept, ...] = ("nothing",) if layout.log else (*scratch, "nothing") if stream else ("output", *scratch)
+        for keep in kept:
+            for prefetch in (True, False):
+                candidates.append(long_rows(layout, widths[0], stream, keep, prefetch))
+    if len(widths) > 1:
+        candidates.append(long_rows(layout, widths[1], streams[0], "nothing" if layout.log else "output", True))
+    return candidates[:9]

@@ -15,6 +15,7 @@ from torch_autokern.search.templates.softmax_rows import row_code
 from torch_autokern.store.key import KernelKey, Target
 
 NAME = "softmax_split"
+MIN_LENGTH = 16384
 
 _BODY = """
 AK_INLINE int64_t x_offset(int64_t row) { return @X@; }
@@ -28,7 +29,7 @@ template <int64_t N>
 AK_INLINE part part_of(const float* x) {
   const float m = row<N>::maximum(x);
   // Nothing above -inf here: measured from 0 the sum is 0, or NaN where a NaN hides.
-  return {m, row<N>::sum(x, nullptr, ak_splat(m == -INF ? 0.0f : m))};
+  return {m, row<N>::sum(x, nullptr, ak_splat(m == -INF ? 0.0f : m), x)};
 }
 part merged(const part* parts) {
   float m = -INF;
@@ -68,7 +69,7 @@ def split(layout: SoftmaxLayout, width: int, chunk: int, stream: bool) -> Candid
     rows, chunks = steps_in(layout.outer), -(-layout.length // chunk)
     body = _BODY.replace("@X@", offset(layout.outer, 0, "row")).replace("@Y@", offset(layout.outer, 1, "row"))
     sizes = f"constexpr int64_t D = {layout.length}, CHUNK = {chunk};\n"
-    source = prelude(width) + sizes + row_code(layout.log, 4, stream, recompute=True) + body + END
+    source = prelude(width) + sizes + row_code(layout.log, 4, stream, "nothing", prefetch=False) + body + END
     source += entry("measure_chunks", _STATISTICS) + entry("apply_chunks", _APPLY)
     args = (InputArg(0), OutputArg(0), WorkspaceArg("parts"))
     grain = grain_of(min(chunk, layout.length))
@@ -81,7 +82,7 @@ def split(layout: SoftmaxLayout, width: int, chunk: int, stream: bool) -> Candid
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
     """Candidates for few long rows of neighbouring elements, best guess first; else []."""
     layout = softmax_layout(key)
-    if layout is None or not layout.contiguous or layout.length < 16384 or steps_in(layout.outer) > 256:
+    if layout is None or not layout.contiguous or layout.length < MIN_LENGTH or steps_in(layout.outer) >= 8 * target.threads:
         return []
     width = vector_widths(target)[0]
     streams = (True, False) if 4 * layout.length * steps_in(layout.outer) > STREAM_BYTES else (False,)
