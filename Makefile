@@ -36,13 +36,19 @@ $(STAMPS)/torch:
 		|| $(PIP) install '$(TORCH)'
 	touch $@
 
-# The extension is built against the torch in .venv; a change in csrc/ builds it again.
-$(STAMPS)/package: $(STAMPS)/torch pyproject.toml setup.py $(CPP_SOURCES)
+$(STAMPS)/install: $(STAMPS)/torch pyproject.toml setup.py
 	$(PIP) install --quiet --no-build-isolation -e '.[dev]'
 	touch $@
 
+# The install has built the extension against the torch in .venv; a later change in csrc/ builds only what it touches.
+$(STAMPS)/package: $(STAMPS)/install $(CPP_SOURCES)
+	test -z "$$(find csrc -type f -newer $(STAMPS)/install)" || $(BIN)/python setup.py --quiet build_ext --inplace
+	touch $@
+
 $(STAMPS)/demo: $(STAMPS)/package
-	$(PIP) install --quiet --no-build-isolation -e '.[dev,demo]'
+	$(BIN)/python -c 'from importlib.metadata import requires; print(*(r.split(";")[0] for r in requires("torch-autokern") \
+		if "extra == \"demo\"" in r), sep="\n")' > $(STAMPS)/demo.txt
+	$(PIP) install --quiet -r $(STAMPS)/demo.txt
 	touch $@
 
 setup: $(STAMPS)/package ## install everything that the tests need into .venv
@@ -69,6 +75,7 @@ bench: $(STAMPS)/demo ## measurements, written as JSON to benchmarks/results/
 	$(BIN)/python -m benchmarks.import_time --json benchmarks/results/import_time.json
 	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json
 	$(BIN)/autokern demo --json benchmarks/results/demo.json
+	$(BIN)/python -m benchmarks.readme_table
 
 format: $(STAMPS)/package ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)

@@ -58,7 +58,13 @@ def extension() -> dict[str, Any]:
     module = cpp_extension.CppExtension(
         "torch_autokern._C", SOURCES, depends=HEADERS, extra_compile_args={"cxx": flags}, extra_link_args=["-Wl,--as-needed"]
     )
-    return {"ext_modules": [module], "cmdclass": {"build_ext": cpp_extension.BuildExtension.with_options()}}
+    # Kept between builds, so that a change in one file compiles one file; one folder for each Python and torch.
+    objects = f"build/cp{sys.version_info.major}{sys.version_info.minor}-torch{torch.__version__}"
+    return {
+        "ext_modules": [module],
+        "cmdclass": {"build_ext": cpp_extension.BuildExtension.with_options()},
+        "options": {"build_ext": {"build_temp": objects}},
+    }
 
 
 if __name__ == "__main__":

@@ -306,6 +306,14 @@ def counted(op: str, run: Callable[[], object]) -> dict[str, int]:
     return {name: count - before[name] for name, count in counts(op).items() if count != before[name]}
 
 
+def seen(run: Callable[[], object]) -> dict[str, dict[str, int]]:
+    """What `run` adds to the counters, by op family; families without a call left out."""
+    before = {op: counts(op) for op in SPECS}
+    run()
+    added = {op: {r: n - before[op][r] for r, n in counts(op).items() if n != before[op][r]} for op in SPECS}
+    return {op: reasons for op, reasons in added.items() if reasons}
+
+
 class Block(nn.Module):
     """Linear, LayerNorm and softmax of width 8: every op of it, forward and backward, has a kernel here for a batch of 4."""
 

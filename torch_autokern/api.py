@@ -1,4 +1,4 @@
-"""What people write: `optimize`, `restore`, `enabled`, `enable`, `disable`, `record`, `warm`, `explain`, `stats`, `empty_cache`."""
+"""What people write: `optimize`, `restore`, `enabled`, `enable`, `disable`, `record`, `warm`, `explain`, `stats` and others."""
 
 from __future__ import annotations
 
@@ -48,12 +48,13 @@ class ScopedCall:
     An instance sits in an optimised model's `_compiled_call_impl` slot.
     """
 
-    def __init__(self, inner: Callable[..., Any], native_scope: Any, owner: nn.Module | None = None) -> None:
+    def __init__(self, inner: Callable[..., Any], accuracy: str, strict: bool | None, owner: nn.Module | None = None) -> None:
         self.inner = inner
-        self.native_scope = native_scope
+        self.accuracy = _checked(accuracy)
+        self.native_scope = native_scope = _new_scope(accuracy, strict)
         self._enter = native_scope.enter
         self._leave = native_scope.leave
-        self._owner = getattr(inner, "__self__", None) if owner is None else owner
+        self.owner = owner
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """A copy of the model is stock: where a class copies its `__dict__` whole, the slot's copy is None."""
@@ -64,7 +65,7 @@ class ScopedCall:
             return self.inner(*args, **kwargs)
         inner = self.inner
         caller = sys._getframe(1).f_locals.get("self")  # the module whose slot this is, as `nn.Module.__call__` knows it
-        if caller is not self._owner and isinstance(caller, nn.Module) and caller.__dict__.get(_SLOT) is self:
+        if caller is not self.owner and isinstance(caller, nn.Module) and caller.__dict__.get(_SLOT) is self:
             # Its `__dict__` was copied whole, so it must run itself, not the original.
             inner = caller._call_impl
             if not getattr(caller, "_is_replica", False):  # DataParallel's replica is the same model, a copy is stock
@@ -146,13 +147,14 @@ def optimize(target: Any, *, accuracy: str = "stock", strict: bool | None = None
     current = _usable_session()
     if current is None:
         return target
-    scoped = ScopedCall(target, _new_scope(accuracy, strict))
+    scoped = ScopedCall(target, accuracy, strict)
     current.add_user(scoped)
 
     @functools.wraps(target)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return scoped(*args, **kwargs)
 
+    wrapper.autokern_scope = scoped  # type: ignore[attr-defined]
     return wrapper
 
 
@@ -162,7 +164,7 @@ def _optimize_module(model: nn.Module, accuracy: str, strict: bool | None) -> nn
         return model
     restore(model)
     inner = getattr(model, _SLOT) or model._call_impl
-    scoped = ScopedCall(inner, _new_scope(accuracy, strict), model)
+    scoped = ScopedCall(inner, accuracy, strict, model)
     current.add_user(scoped)
     setattr(model, _SLOT, scoped)
     if not current.loaded:
@@ -177,7 +179,9 @@ def _optimize_module(model: nn.Module, accuracy: str, strict: bool | None) -> nn
 def restore(model: nn.Module) -> nn.Module:
     """Take `optimize` back: the model's calls, and backward passes still to come, are stock. Harmless when not optimised."""
     scoped = model.__dict__.get(_SLOT)
-    if isinstance(scoped, ScopedCall):
+    if isinstance(scoped, ScopedCall) and scoped.owner is not model:
+        delattr(model, _SLOT)  # came along when the original's `__dict__` was copied whole
+    elif isinstance(scoped, ScopedCall):
         scoped.native_scope.end()
         if scoped.inner == model._call_impl:
             delattr(model, _SLOT)
@@ -189,7 +193,16 @@ def restore(model: nn.Module) -> nn.Module:
 
 def is_optimized(model: nn.Module) -> bool:
     """Whether calls of this very module are served (a copy of an optimised model is not)."""
-    return isinstance(model.__dict__.get(_SLOT), ScopedCall)
+    return _accuracy_of(model) is not None
+
+
+def _accuracy_of(target: object) -> AccuracyClass | None:
+    """The policy that calls of an optimised model or function run under; None for anything else."""
+    if not isinstance(target, nn.Module):
+        scoped = getattr(target, "autokern_scope", None)
+        return scoped.accuracy if isinstance(scoped, ScopedCall) else None
+    scoped = target.__dict__.get(_SLOT)
+    return scoped.accuracy if isinstance(scoped, ScopedCall) and scoped.owner is target else None
 
 
 @contextmanager
@@ -233,8 +246,8 @@ def enable(*, accuracy: str = "stock", strict: bool | None = None) -> None:
 
 
 def disable() -> None:
-    """Take `enable` back, and the backward of `enabled` blocks that have ended. Optimised models stay optimised. Harmless when
-    not enabled."""
+    """Take `enable` back; harmless when not enabled. Optimised models stay optimised; without one the router is taken back, and
+    with it the backward of `enabled` blocks that have ended."""
     if extension_state().module is not None:
         extension().set_process_policy(False, 0, False)
         session().remove_user(_process)
@@ -332,11 +345,11 @@ def explain(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanatio
     failed condition of each candidate record; and what ran that is not ours, with its share of the time."""
     from torch_autokern.report.explanation import explain_call
 
-    return explain_call(target, args, kwargs, record=record, is_optimized=is_optimized)
+    return explain_call(target, args, kwargs, record=record, accuracy=_accuracy_of(target))
 
 
 def stats() -> Stats:
-    """Calls, hits, misses by reason, and time saved net of our own cost, since the process started or `reset_stats`."""
+    """Calls, hits, misses by reason, and time saved net of our own cost, since the process started."""
     from torch_autokern.report.statistics import collect
 
     return collect(session())

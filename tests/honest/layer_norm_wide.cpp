@@ -1,5 +1,5 @@
-/* {"op": "native_layer_norm", "sizes": [1024, 4096], "normalized": 1, "scalars": {"eps": 1e-5}, "reason": null,
-    "steps": [{"entry": "layer_norm_wide", "range": 1024, "grain": 2, "args": ["x", "weight", "bias", "y", "mean", "rstd"]}],
+/* {"op": "native_layer_norm", "sizes": [256, 4096], "normalized": 1, "scalars": {"eps": 1e-5}, "reason": null,
+    "steps": [{"entry": "layer_norm_wide", "range": 256, "grain": 2, "args": ["x", "weight", "bias", "y", "mean", "rstd"]}],
     "idea": "32 partial sums in double, which the compiler keeps in vectors; the row stays in cache between the passes"} */
 #include <cmath>
 #include <cstdint>

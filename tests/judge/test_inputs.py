@@ -34,7 +34,10 @@ def test_a_region_has_the_layout_asked_for(layout: TensorKey, placement: Placeme
     region = allocate(layout, placement, 0xFF, torch.Generator().manual_seed(1))
     assert tuple(region.tensor.shape) == layout.sizes and region.tensor.stride() == layout.strides
     assert region.tensor.data_ptr() % layout.alignment_bytes == 0
-    assert bool(region.tensor.isnan().all()), "guards and gaps are NaN"
+    assert region.guards_intact()
+    region.tensor.fill_(1.0)
+    assert region.gaps_hold(0xFF), "gaps are NaN, and filling the tensor leaves them alone"
+    assert region.guards_intact()
     if placement != "page_start" or layout.alignment_bytes > 1:
         assert tensor_key(region.tensor).alignment_bytes == layout.alignment_bytes
 

@@ -50,13 +50,14 @@ def _addmm(m: int = 3, k: int = 4, n: int = 5, batch: tuple[int, ...] = (), adde
 
 # op -> (the call that is served, calls that differ in one size, scalar or None-ness)
 CASES: dict[str, tuple[Callable[[], Call], dict[str, Callable[[], Call]]]] = {
-    "_softmax": (_softmax, {"rows": lambda: _softmax((5, 8)), "columns": lambda: _softmax((4, 9)), "dim": lambda: _softmax(dim=0),
-                            "rank": lambda: _softmax((1, 4, 8), 2)}),
+    "_softmax": (_softmax, {"rows": lambda: _softmax((5, 8)), "columns": lambda: _softmax((4, 9)),
+                            "dim": lambda: _softmax(dim=0), "rank": lambda: _softmax((1, 4, 8), 2)}),
     "_log_softmax": (_softmax, {"rows": lambda: _softmax((5, 8)), "dim": lambda: _softmax(dim=0)}),
     "_softmax_backward_data": (_softmax_back, {"rows": lambda: _softmax_back((5, 8)), "dim": lambda: _softmax_back(dim=0)}),
     "_log_softmax_backward_data": (_softmax_back, {"rows": lambda: _softmax_back((5, 8)), "dim": lambda: _softmax_back(dim=0)}),
-    "native_layer_norm": (_norm, {"rows": lambda: _norm((5, 8)), "eps": lambda: _norm(eps=1e-6), "no weight": lambda: _norm(weight=False),
-                                  "no bias": lambda: _norm(bias=False), "shape": lambda: _norm(normalized_shape=(4, 8))}),
+    "native_layer_norm": (_norm, {"rows": lambda: _norm((5, 8)), "eps": lambda: _norm(eps=1e-6),
+                                  "no weight": lambda: _norm(weight=False), "no bias": lambda: _norm(bias=False),
+                                  "shape": lambda: _norm(normalized_shape=(4, 8))}),
     "native_layer_norm_backward": (_norm_back, {"rows": lambda: _norm_back((5, 8)), "columns": lambda: _norm_back((4, 9)),
                                                 "rank": lambda: _norm_back((1, 4, 8)),
                                                 "mask": lambda: _norm_back(mask=(True, True, False))}),
@@ -76,7 +77,8 @@ class Watch:
     def __init__(self, served: Served, op: str) -> None:
         self.op = op
         self.tensors, self.scalars = CASES[op][0]()
-        self.kernel = served.put_call(op, self.tensors, self.scalars, plan=marker_plan(SPECS[op].key(self.tensors, self.scalars)))
+        key = SPECS[op].key(self.tensors, self.scalars)
+        self.kernel = served.put(key, plan=marker_plan(key))
 
     def hits(self, tensors: list[torch.Tensor | None] | None = None, scalars: dict[str, Any] | None = None) -> bool:
         tensors, scalars = self.tensors if tensors is None else tensors, self.scalars if scalars is None else scalars

@@ -50,7 +50,8 @@ def test_equal_bounds_go_to_the_smaller_record_id(key: KernelKey) -> None:
 
 @pytest.mark.parametrize(("policy", "expected"), [("exact", "exact"), ("stock", "stock"), ("tolerance", "tolerance")])
 def test_a_policy_admits_its_class_and_the_stricter_ones(key: KernelKey, policy: Any, expected: str) -> None:
-    group = [servable(key, name, accuracy=name, ratio_low=bound) for name, bound in (("exact", 1.2), ("stock", 1.5), ("tolerance", 3.0))]
+    bounds = {"exact": 1.2, "stock": 1.5, "tolerance": 3.0}
+    group = [servable(key, name, accuracy=name, ratio_low=bound) for name, bound in bounds.items()]
     best = winner(group, "eager", policy, deterministic=False)
     assert best is not None and best.record_id == expected
     strictest = winner(group[:1], "eager", policy, deterministic=False)
@@ -140,8 +141,9 @@ def test_key_difference_names_the_field_that_differs(key: KernelKey) -> None:
     assert key_difference(key, record, threads) is None
     changes = {
         "op": _changed(key, op="_log_softmax"), "device_type": _changed(key, device_type="cuda"),
-        "scalars": _changed(key, scalars={"dim": 0, "half_to_float": False}), "flush_denormal": _changed(key, flush_denormal=True),
-        "mkldnn": _changed(key, mkldnn=False), "matmul_precision": _changed(key, matmul_precision="tf32"),
+        "scalars": _changed(key, scalars={"dim": 0, "half_to_float": False}),
+        "flush_denormal": _changed(key, flush_denormal=True), "mkldnn": _changed(key, mkldnn=False),
+        "matmul_precision": _changed(key, matmul_precision="tf32"),
         "dtype": _input(key, dtype="float64"), "sizes": _input(key, sizes=(B, D + 1)), "strides": _input(key, strides=(1, B)),
         "alignment_bytes": _input(key, alignment_bytes=1), "absent": _changed(key, tensors=(None,)),
         "output 0": _changed(key, outputs=(None,)),
@@ -237,6 +239,7 @@ def test_a_refresh_takes_a_quarantined_record_out(served: Served) -> None:
         assert ak.refresh() == 0
         torch.softmax(x, 1)
         assert served.hits("_softmax") == 1
+    session().store.lift_quarantine(key.digest, stored.record_id)
 
 
 def test_a_library_that_does_not_load_is_set_aside_and_stock_runs(served: Served) -> None:

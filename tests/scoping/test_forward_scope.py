@@ -8,34 +8,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny_kernels import BACKWARD_OPS, FORWARD_OPS, B, Block, D, Served, assert_all_close, counted, counts, train_step
+from tiny_kernels import BACKWARD_OPS, FORWARD_OPS, B, Block, D, Served, assert_all_close, seen, train_step
 from torch import nn
 
 import torch_autokern as ak
-from torch_autokern.ops import SPECS
 from torch_autokern.runtime.extension import extension
 
 X = torch.randn(B, D)
 
 
-def seen(run: object) -> dict[str, dict[str, int]]:
-    """What `run` adds to the counters, by op family; families without a call left out."""
-    before = {op: counts(op) for op in SPECS}
-    run()  # type: ignore[operator]
-    added = {op: {r: n - before[op][r] for r, n in counts(op).items() if n != before[op][r]} for op in SPECS}
-    return {op: reasons for op, reasons in added.items() if reasons}
-
-
 ALL_FORWARD_HITS = {op: {"hit": 1} for op in FORWARD_OPS}
-
-
-@pytest.fixture
-def block(served: Served) -> Block:
-    """A model whose every op, forward and backward, has a kernel in the table."""
-    model = Block()
-    served.put_all(lambda: train_step(model, X))
-    served.put_all(lambda: train_step(model, X.clone().requires_grad_()))
-    return model
 
 
 def test_forward_of_an_optimised_model_is_served(block: Block) -> None:
@@ -304,12 +286,5 @@ def test_a_training_step_is_served_whole(block: Block) -> None:
     stock = train_step(block, X)
     ak.optimize(block)
     results: list[torch.Tensor] = []
-    assert seen(lambda: results.extend(train_step(block, X))) == {
-        op: {"hit": 1} for op in (*FORWARD_OPS, *BACKWARD_OPS)
-    }
+    assert seen(lambda: results.extend(train_step(block, X))) == {op: {"hit": 1} for op in (*FORWARD_OPS, *BACKWARD_OPS)}
     assert_all_close(results, stock)
-
-
-def test_counted_says_what_seen_says(block: Block) -> None:
-    ak.optimize(block)
-    assert counted("_softmax", lambda: block(X)) == {"hit": 1}

@@ -8,6 +8,7 @@ import stat
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from torch_autokern.build.box import BoxResult, Limits, run_boxed
 from torch_autokern.errors import BuildError
@@ -55,22 +56,26 @@ def run_child(
     )
 
 
-def failure_words(result: BoxResult, scratch: Path, subject: str) -> str:
-    """Why a boxed compiler gave no result: which limit ended it, or its own words without this machine's paths."""
-    words = clean_words(result.stderr or result.stdout, scratch)
+def failure_words(result: BoxResult, scratch: Path, subject: str, *, keep: Literal["start", "end"] = "start") -> str:
+    """Why a boxed compiler gave no result: which limit ended it, or its own words without this machine's paths. Of long words
+    the start is kept, where a C++ compiler has its first error, or the end, where Python has the reason."""
+    limits = Limits()
+    words = clean_words(result.stderr or result.stdout, scratch, keep=keep)
     if result.timed_out:
-        return f"{subject} ran past {Limits().wall_seconds:.0f} s and was ended"
+        return f"{subject} ran past {limits.wall_seconds:.0f} s and was ended"
     if result.returncode < 0 or _KILLED.search(words):
-        return f"{subject} was stopped (limits: 60 s CPU, 6 GB memory, 64 MB a file): {words}"
+        return f"{subject} was stopped (limits: {limits.cpu_seconds} s CPU, 6 GB memory, 64 MB a file): {words}"
     return f"does not compile: {words}"
 
 
-def clean_words(raw: bytes, scratch: Path) -> str:
-    """A compiler's words as they may be shown: printable, without folders, at most `MAX_WORDS` characters, the end kept."""
+def clean_words(raw: bytes, scratch: Path, *, keep: Literal["start", "end"] = "start") -> str:
+    """A compiler's words as they may be shown: printable, without folders, about `MAX_WORDS` characters at most."""
     text = raw.decode(errors="replace").replace(f"{scratch}/", "")
     text = re.sub(r"(?<![\w.])/(?:[^\s/:'\"`()]+/)*(?=[^\s/:'\"`()]+)", "", text)
     printable = "".join(c if c.isprintable() or c == "\n" else "?" for c in text).strip()
-    return printable if len(printable) <= MAX_WORDS else "... " + printable[-MAX_WORDS:]
+    if len(printable) <= MAX_WORDS:
+        return printable
+    return printable[:MAX_WORDS] + " ..." if keep == "start" else "... " + printable[-MAX_WORDS:]
 
 
 def read_output(path: Path, most_bytes: int = MAX_CUBIN_BYTES) -> bytes:

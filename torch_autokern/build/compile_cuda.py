@@ -23,7 +23,7 @@ _CHILD = Path(__file__).with_name("nvrtc_child.py")
 # IEEE division and square root and no flush to zero, as ATen's own kernels are built; -v reports spills.
 _OPTIONS = (
     "--std=c++17", "--fmad=true", "--ftz=false", "--prec-div=true", "--prec-sqrt=true", "--extra-device-vectorization",
-    "--define-macro=NDEBUG", "--no-source-include", "--disable-warnings", "--ptxas-options=-v",
+    "--define-macro=NDEBUG", "--disable-warnings", "--ptxas-options=-v",
 )  # fmt: skip
 _SPILLS = re.compile(
     r"Function properties for (\S+)\s*\n[^\n]*?\d+ bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
@@ -62,9 +62,7 @@ def compile_cuda(candidate: Candidate, arch: str = "sm_90a", *, allow_weak_box: 
         scratch = Path(folder).resolve()
         readable = (*{path.parent for path in toolkit.libraries}, *toolkit.include)
         raw = json.dumps(request).encode()
-        result = run_child(
-            _CHILD, toolkit.packages, raw, scratch=scratch, readable=readable, allow_weak_box=allow_weak_box
-        )
+        result = run_child(_CHILD, toolkit.packages, raw, scratch=scratch, readable=readable, allow_weak_box=allow_weak_box)
         if result.timed_out or result.returncode:
             raise _failure(failure_words(result, scratch, "NVRTC"), arch)
         binary = read_output(scratch / CUBIN_BLOB)

@@ -53,7 +53,7 @@ _CLOCK = re.compile(r"__(?:TIME|DATE|TIMESTAMP)__")
 
 
 def source_problems(source: str) -> tuple[str, ...]:
-    """What is refused in the text: headers that are not in the lists above, directives that reach elsewhere, the build's time."""
+    """What is refused in the text: headers that are not in the lists above, directives that reach elsewhere, the time."""
     if "\0" in source:
         return ("a zero byte in the source",)
     text = _SPLICE.sub("", source)

@@ -224,14 +224,18 @@ class _Chunk:
         zero = self.scale == 0 if has_zero else None
         unit = natural.clamp(min=info.tiny).expand(self.scale.shape)
         ulp = self.truth.abs()
-        clean = float(ulp.amax()) <= info.max and bool(torch.isfinite(self.stock).all())  # NaN <= max is False
+        # NaN <= max is False; a sum that overflows only takes the slower way.
+        clean = float(ulp.amax()) <= info.max and math.isfinite(float(self.stock.sum()))
         if clean:
-            score.ulp.add(_pool(ulp.mul_(info.eps).div_(unit)))
+            score.ulp.add(_pool(ulp.div_(unit), info.eps))
         for number, (got, tally) in enumerate(zip(results, score.tallies, strict=True)):
             assert got is not None
             wanted = number < located
-            error = self._errors(got, unit, clean, tally if wanted else None)
+            error = self._errors(got, unit)
             pool = _pool(error)
+            if not (clean and math.isfinite(pool.sum_squares)):
+                error = self._only_comparable(error, got, tally if wanted else None)
+                pool = _pool(error)
             if wanted and pool.largest > tally.pool.largest:
                 tally.worst = self._place(error, got)
             tally.pool.add(pool)
@@ -239,17 +243,14 @@ class _Chunk:
                 wrong = zero & (got != 0) & torch.isfinite(got)
                 tally.nonzero = self._place(wrong.to(torch.uint8), got) if bool(wrong.any()) else None
 
-    def _errors(self, got: torch.Tensor, unit: torch.Tensor, clean: bool, tally: Tally | None) -> torch.Tensor:
-        """Elementwise errors in units of the scale, 0 where nothing is measured."""
+    def _errors(self, got: torch.Tensor, unit: torch.Tensor) -> torch.Tensor:
+        """Elementwise errors in units of the scale."""
         if self.family is Family.INTEGERS and self.task.spec.name in ("mm", "bmm") and self.task.accuracy.kind != "tolerance":
             return (got.double() != self.truth.to(self.stock.dtype).double()).double().mul_(_WRONG_INTEGER)
         error = got.double().sub_(self.truth).abs_()
         if self.family is Family.DENORMAL:
             error.sub_(torch.finfo(self.stock.dtype).tiny).clamp_(min=0)
-        error.div_(unit)
-        if clean and math.isfinite(float(error.sum())):
-            return error
-        return self._only_comparable(error, got, tally)
+        return error.div_(unit)
 
     def _only_comparable(self, error: torch.Tensor, got: torch.Tensor, tally: Tally | None) -> torch.Tensor:
         """Check the kinds of NaN and infinity position by position; keep only the errors of finite elements.
@@ -284,10 +285,11 @@ def _kind(values: torch.Tensor) -> torch.Tensor:
     return kind.add_(torch.isneginf(values), alpha=2).add_(torch.isnan(values), alpha=3)
 
 
-def _pool(error: torch.Tensor) -> Pool:
+def _pool(error: torch.Tensor, factor: float = 1.0) -> Pool:
+    """Pool of ``factor * error``; sums of NaN and infinities stay what they are."""
     flat = error.reshape(-1)
-    largest = float(flat.amax()) if flat.numel() else 0.0
-    return Pool(float(torch.dot(flat, flat)), flat.numel(), _finite(largest))
+    largest = factor * float(flat.amax()) if flat.numel() else 0.0
+    return Pool(factor * factor * float(torch.dot(flat, flat)), flat.numel(), _finite(largest))
 
 
 def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:

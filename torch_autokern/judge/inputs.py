@@ -27,14 +27,14 @@ class InputSet:
         """Arguments in schema order."""
         return tuple(None if region is None else region.tensor for region in self.regions)
 
-    def snapshot(self) -> tuple[torch.Tensor | None, ...]:
-        """A copy of every byte around and in the tensors."""
-        return tuple(None if region is None else region.whole.clone() for region in self.regions)
-
-    def unchanged_since(self, snapshot: tuple[torch.Tensor | None, ...]) -> bool:
-        """Whether every byte, guard zones included, is still what `snapshot` holds."""
-        pairs = zip(self.regions, snapshot, strict=True)
-        return all(region is None or same_bits(region.whole, saved) for region, saved in pairs if saved is not None)
+    def same_as(self, saved: InputSet) -> bool:
+        """Whether every bit of the tensors is what `saved` holds, and the guard zones and gaps around them are whole."""
+        pairs = zip(self.regions, saved.regions, strict=True)
+        return all(
+            mine is None or theirs is None or (same_bits(mine.tensor, theirs.tensor) and mine.guards_intact()
+                                               and mine.same_gaps(theirs))
+            for mine, theirs in pairs
+        )  # fmt: skip
 
     def copy_from(self, other: InputSet) -> None:
         """Take over the values of another set of the same key."""
@@ -70,10 +70,9 @@ def make_inputs(
     guard zone. Parameters are random; tensors that stock derives from others (a softmax's output in its backward, mean and
     rstd) are derived by stock.
     """
-    regions = tuple(None if layout is None else allocate(layout, placement, INPUT_GUARD, generator) for layout in key.tensors)
-    inputs = InputSet(regions)
+    inputs = empty_inputs(key, placement, generator)
     shared_seed = int(torch.randint(0, 2**62, (), generator=generator))
-    for index, region in enumerate(regions):
+    for index, region in enumerate(inputs.regions):
         if region is None or index in _derived(spec):
             continue
         target = _writable(region.tensor)
@@ -87,6 +86,11 @@ def make_inputs(
             target.copy_(work)
     _derive(spec, key, inputs)
     return inputs
+
+
+def empty_inputs(key: KernelKey, placement: Placement, generator: torch.Generator) -> InputSet:
+    """Memory for one call, to be filled by `copy_from`; gaps and guard zones are NaN."""
+    return InputSet(tuple(None if t is None else allocate(t, placement, INPUT_GUARD, generator) for t in key.tensors))
 
 
 def reduced_of(spec: OpSpec, key: KernelKey, index: int) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ import torch
 
 from torch_autokern.judge.accuracy import Task, evaluate, limits_for
 from torch_autokern.judge.families import Family
-from torch_autokern.judge.inputs import InputSet, layout_bytes, make_inputs
+from torch_autokern.judge.inputs import InputSet, empty_inputs, layout_bytes, make_inputs
 from torch_autokern.judge.memory import same_bits
 from torch_autokern.judge.outcome import Reason, Refusal, RefusedError
 from torch_autokern.judge.verify import CandidateCode, Notify, call_limit_s
@@ -104,7 +104,7 @@ class Ring:
         self._group = group
         self._groups = groups
         count = group * groups
-        self.slots = [make_inputs(task.spec, task.key, Family.NORMAL, generator, "aligned") for _ in range(count)]
+        self.slots = [empty_inputs(task.key, "aligned", generator) for _ in range(count)]
         for turn in range(groups):
             self._fill(turn)
 

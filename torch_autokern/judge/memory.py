@@ -47,6 +47,12 @@ class Region:
         """Fill the tensor's span, gaps included."""
         self.whole[self.start : self.stop].fill_(byte)
 
+    def same_gaps(self, other: Region) -> bool:
+        """Whether the whole span, gaps included, is bit by bit that of another region with the same layout."""
+        if is_dense(self.tensor):
+            return True
+        return torch.equal(self.whole[self.start : self.stop], other.whole[other.start : other.stop])
+
     def gaps_hold(self, byte: int) -> bool:
         """Whether bytes between strided elements still hold `byte`; destroys the tensor's values."""
         if is_dense(self.tensor):
@@ -84,7 +90,7 @@ def allocate(layout: TensorKey, placement: Placement, guard: int, generator: tor
     """A region with the sizes, strides and alignment of `layout`, on the `heap` no better aligned in about half of the draws.
 
     `aligned` starts at 64 bytes, as torch's allocator does: for timing.
-    Guards and gaps hold `guard`; the tensor's own values are that pattern too.
+    Guards and gaps hold `guard`; the tensor's own values are whatever was there.
     """
     dtype: torch.dtype = getattr(torch, layout.dtype)
     size = span_elements(layout.sizes, layout.strides) * dtype.itemsize
@@ -102,8 +108,11 @@ def allocate(layout: TensorKey, placement: Placement, guard: int, generator: tor
         start -= start % step
     if step < dtype.itemsize and (whole.data_ptr() + start) % dtype.itemsize == 0:
         start += step if placement != "page_end" else -step
-    whole.fill_(guard)
     tensor = _typed(whole, start, size, dtype).as_strided(layout.sizes, layout.strides)
+    whole[:start].fill_(guard)
+    whole[start + size :].fill_(guard)
+    if not is_dense(tensor):
+        whole[start : start + size].fill_(guard)
     return Region(tensor, whole, start, start + size, guard, owner)
 
 

@@ -44,7 +44,6 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state_seed: int | None
     with_probes: bool
     timing: TimingRequest | None
-    allow_weak_box: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):

@@ -16,8 +16,8 @@ from torch_autokern.store.key import KernelKey
 
 Tensors = Sequence[torch.Tensor | None]
 Axes = tuple[int, ...]
-_STRUCTURED_FROM = 1 << 18
-_LANES = 64
+_BLOCKS_FROM = 1 << 18
+_BLOCK = 64
 
 
 @dataclass(frozen=True)
@@ -110,35 +110,28 @@ def permutable(spec: OpSpec, key: KernelKey) -> Permutable:
 
 @dataclass(frozen=True)
 class Permutation:
-    """An order of the reduced index. Long ones permute blocks of lanes and the lanes within all blocks: a random gather of
-    millions of elements costs more than the op."""
+    """An order of the reduced index. Long ones permute blocks of `block` elements: a random gather of millions of elements
+    costs more than the op, and moving whole blocks changes the order of a sum just as well."""
 
-    outer: torch.Tensor
-    lanes: torch.Tensor | None
+    order: torch.Tensor
+    block: int
 
     @staticmethod
     def draw(length: int, generator: torch.Generator) -> Permutation:
         """A random order of `length` elements."""
-        if length < _STRUCTURED_FROM or length % _LANES:
-            return Permutation(torch.randperm(length, generator=generator), None)
-        outer = torch.randperm(length // _LANES, generator=generator)
-        return Permutation(outer, torch.randperm(_LANES, generator=generator))
+        block = 1 if length < _BLOCKS_FROM or length % _BLOCK else _BLOCK
+        return Permutation(torch.randperm(length // block, generator=generator), block)
 
     def inverse(self) -> Permutation:
         """The order that takes this one back."""
-        return Permutation(self.outer.argsort(), None if self.lanes is None else self.lanes.argsort())
+        return Permutation(self.order.argsort(), self.block)
 
     def apply(self, tensor: torch.Tensor | None, axes: Axes | None) -> torch.Tensor | None:
         """Reorder adjacent dimensions `axes`, taken as one; the result has the strides that `tensor` has."""
         if tensor is None or axes is None:
             return tensor
-        flat = tensor.flatten(axes[0], axes[-1])
-        if self.lanes is None:
-            moved = flat.index_select(axes[0], self.outer)
-        else:
-            split = flat.unflatten(axes[0], (len(self.outer), _LANES))
-            moved = split.index_select(axes[0], self.outer).index_select(axes[0] + 1, self.lanes)
-        moved = moved.reshape(tensor.shape)
+        blocks = tensor.flatten(axes[0], axes[-1]).unflatten(axes[0], (len(self.order), self.block))
+        moved: torch.Tensor = blocks.index_select(axes[0], self.order).reshape(tensor.shape)
         if moved.stride() == tensor.stride() or 0 in tensor.stride():
             return moved
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(moved)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -36,6 +38,7 @@ def main(arguments: list[str]) -> int:
     except BoxError as error:
         protocol.send(answers, protocol.Refused(Refusal(Reason.BOX_REFUSED, str(error))))
         return 0
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     protocol.send(answers, protocol.Ready(level))
     while (received := protocol.receive_job(jobs)) is not None:
         try:
@@ -105,6 +108,14 @@ def _apply_flags(key: KernelKey, threads: int) -> None:
     torch.set_num_threads(threads)
     torch.set_flush_denormal(key.flush_denormal)
     torch.backends.mkldnn.set_flags(key.mkldnn)
+
+
+def _end_with(parent: int) -> None:
+    """End when the parent is gone: a candidate that loops for ever would outlive it. (The kernel's own signal for this follows
+    the *thread* that started us, which may be a worker of a search.)"""
+    while os.getppid() == parent:
+        time.sleep(2.0)
+    os._exit(1)
 
 
 def _readable() -> list[Path]:

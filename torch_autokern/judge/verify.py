@@ -16,8 +16,18 @@ import torch
 from torch_autokern.judge import vacuity
 from torch_autokern.judge.accuracy import OutputReport, Place, Tally, Task, evaluate, evaluate_with_envelope, limits_for
 from torch_autokern.judge.families import Family
-from torch_autokern.judge.inputs import InputSet, make_inputs
-from torch_autokern.judge.memory import OUTPUT_GUARD, POISONS, Placement, Region, allocate, bits, perturb_heap, same_bits
+from torch_autokern.judge.inputs import InputSet, empty_inputs, make_inputs
+from torch_autokern.judge.memory import (
+    OUTPUT_GUARD,
+    POISONS,
+    Placement,
+    Region,
+    allocate,
+    bits,
+    is_dense,
+    perturb_heap,
+    same_bits,
+)
 from torch_autokern.judge.outcome import Reason, Refusal, RefusedError
 from torch_autokern.judge.rows import row_axis
 
@@ -64,10 +74,11 @@ def check_family(
     generator = torch.Generator().manual_seed(seed)
     inputs = make_inputs(task.spec, task.key, family, generator, placement)
     runner = PoisonedRuns(task, code, family, seed, generator, notify)
-    first, second = runner.twice(inputs, placement)
+    moved = empty_inputs(task.key, "heap", generator)
+    moved.copy_from(inputs)
+    first, second = runner.twice(inputs, moved, placement)
     notify("reference", _OUR_OWN_WORK_S)
     stock = task.spec.stock(inputs.tensors, task.key.scalars)
-    moved = make_inputs_like(task, inputs, generator)
     third = runner.once(moved, "heap", POISONS[0])
     notify("reference", _OUR_OWN_WORK_S)
     results: list[Results] = [first] + [r for r in (second, third) if not _all_same(r, first)]
@@ -97,14 +108,6 @@ _STALE = (
 )
 
 
-def make_inputs_like(task: Task, inputs: InputSet, generator: torch.Generator) -> InputSet:
-    """The same values at new addresses."""
-    regions = tuple(None if t is None else allocate(t, "heap", 0xFF, generator) for t in task.key.tensors)
-    moved = InputSet(regions)
-    moved.copy_from(inputs)
-    return moved
-
-
 class PoisonedRuns:
     """Runs a candidate into poisoned, guarded outputs and refuses what it does to memory."""
 
@@ -127,9 +130,9 @@ class PoisonedRuns:
                     output, index)
         )  # fmt: skip
 
-    def twice(self, inputs: InputSet, placement: Placement) -> tuple[Results, Results]:
-        """Two runs over two poisons; refuses elements that hold the poison both times."""
-        before = inputs.snapshot()
+    def twice(self, inputs: InputSet, saved: InputSet, placement: Placement) -> tuple[Results, Results]:
+        """Two runs over two poisons; refuses elements that hold the poison both times, and inputs that are not `saved` any
+        more."""
         first = self.once(inputs, placement, POISONS[0])
         second = self.once(inputs, "heap", POISONS[1])
         for index, (one, two) in enumerate(zip(first, second, strict=True)):
@@ -141,12 +144,12 @@ class PoisonedRuns:
                 count = int(unwritten.sum())
                 message = f"{count} of {one.numel()} elements of output {index} were never written, the first at {position}."
                 raise self.refused(Reason.NOT_WRITTEN, message, index)
-        if not inputs.unchanged_since(before):
+        if not inputs.same_as(saved):
             raise self.refused(Reason.WROTE_INPUT, "an input, or the memory around it, was changed by the call.")
         return first, second
 
     def once(self, inputs: InputSet, placement: Placement, poison: int) -> Results:
-        """One run; the results are copies."""
+        """One run into memory of its own."""
         layouts = self._task.key.outputs
         regions = [None if t is None else allocate(t, placement, OUTPUT_GUARD, self._generator) for t in layouts]
         for region in regions:
@@ -157,18 +160,19 @@ class PoisonedRuns:
         self._code.run_into(inputs.tensors, tuple(None if r is None else r.tensor for r in regions))
         perturb_heap(0)
         self._notify("checking memory", _OUR_OWN_WORK_S)
-        copies = tuple(None if r is None else r.tensor.clone() for r in regions)
-        for index, region in enumerate(regions):
-            self._check_outside(index, region, poison)
-        return copies
+        return tuple(self._checked(index, region, poison) for index, region in enumerate(regions))
 
-    def _check_outside(self, index: int, region: Region | None, poison: int) -> None:
+    def _checked(self, index: int, region: Region | None, poison: int) -> torch.Tensor | None:
         if region is None:
-            return
+            return None
         if not region.guards_intact():
             raise self.refused(Reason.WROTE_OUTSIDE, f"memory next to output {index} was written.", index)
+        if is_dense(region.tensor):
+            return region.tensor
+        result = region.tensor.clone()
         if not region.gaps_hold(poison):
             raise self.refused(Reason.WROTE_OUTSIDE, f"memory between the rows of output {index} was written.", index)
+        return result
 
 
 def _pattern(tensor: torch.Tensor, byte: int) -> int:

@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 import msgspec
 import torch
-from torch import nn
 
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.extension import extension_state
@@ -17,7 +16,7 @@ from torch_autokern.runtime.table import Regime, Servable, key_difference, ratio
 from torch_autokern.runtime.target import local_target, stock_build
 from torch_autokern.store.key import KernelKey, TensorKey
 from torch_autokern.store.record import AccuracyClass, StoredRecord
-from torch_autokern.store.workload import Workload
+from torch_autokern.store.workload import Workload, WorkloadEntry
 
 MAX_REFUSALS = 5
 MAX_UNTOUCHED = 20
@@ -145,9 +144,10 @@ def explain_call(
     kwargs: Mapping[str, Any],
     *,
     record: Callable[[], AbstractContextManager[Recorded]],
-    is_optimized: Callable[[nn.Module], bool],
+    accuracy: AccuracyClass | None,
 ) -> Explanation:
-    """Run `target` once under the recorder and the profiler, and explain what was seen."""
+    """Run `target` once under the recorder and the profiler, and explain what was seen. `accuracy` is the policy that it was
+    optimised with; None: it was not, and the default policy is explained."""
     with record() as recording, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         target(*args, **kwargs)
     workload = recording.workload()
@@ -159,30 +159,33 @@ def explain_call(
     keys = []
     for entry in workload.entries:
         regime: Regime = "compiled" if entry.out_calls == entry.calls else "eager"
-        best, refusals = explain_key(entry.key, current, regime=regime, records=records)
-        keys.append(_key_row(entry.key, entry.calls, entry.stock_time_us, wall, best, refusals, current))
-    return Explanation(wall, tuple(keys), _untouched(events, wall), _notes(target, is_optimized, current))
+        best, refusals = explain_key(entry.key, current, policy=accuracy or "stock", regime=regime, records=records)
+        keys.append(_key_row(entry, wall, best, _ratio(best, regime), refusals, current))
+    return Explanation(wall, tuple(keys), _untouched(events, wall), _notes(target, accuracy is not None, current))
+
+
+def _ratio(best: Servable | None, regime: Regime) -> float:
+    timings = best.record.verdict.timings if best is not None else ()
+    return next((timing.ratio for timing in timings if timing.regime == regime), 0.0)
 
 
 def _key_row(
-    key: KernelKey,
-    calls: int,
-    time_us: float,
+    entry: WorkloadEntry,
     wall_us: float,
     best: Servable | None,
+    ratio: float,
     refusals: tuple[Refusal, ...],
     current: Session,
 ) -> KeyExplanation:
-    record_id, ratio, reason, cure = "", 0.0, "", ""
+    record_id, reason, cure = "", "", ""
     if best is not None:
         record_id = best.record_id
-        ratio = next((t.ratio for t in best.record.verdict.timings if t.regime == "eager"), 0.0)
     else:
         reason = current.unavailable or (refusals[0].why if refusals else "no record of this op in the store")
         cure = "autokern record -- python your_script.py, then autokern warm WORKLOAD"
-    return KeyExplanation(
-        summarise_key(key), calls, time_us, time_us / wall_us, record_id, ratio, reason, cure, refusals[:MAX_REFUSALS]
-    )
+    time_us = entry.stock_time_us
+    call, shown = summarise_key(entry.key), refusals[:MAX_REFUSALS]
+    return KeyExplanation(call, entry.calls, time_us, time_us / wall_us, record_id, ratio, reason, cure, shown)
 
 
 def _untouched(events: Sequence[tuple[str, int, float]], wall_us: float) -> tuple[UntouchedOp, ...]:
@@ -195,19 +198,19 @@ def _untouched(events: Sequence[tuple[str, int, float]], wall_us: float) -> tupl
     return tuple(sorted(rows, key=lambda row: -row.time_us)[:MAX_UNTOUCHED])
 
 
-def _notes(target: object, is_optimized: Callable[[nn.Module], bool], current: Session) -> tuple[str, ...]:
+def _notes(target: object, is_optimised: bool, current: Session) -> tuple[str, ...]:
     notes = []
     if current.unavailable:
         notes.append(f"nothing is served: {current.unavailable}")
     native = extension_state().module
     process_wide = native is not None and native.process_policy_active()
     if isinstance(target, torch.nn.Module):
-        if not is_optimized(target) and not process_wide:
+        if not is_optimised and not process_wide:
             notes.append("this model is not optimised (a copy of an optimised model is stock): call optimize(model)")
         if isinstance(target, torch.nn.DataParallel):
             notes.append("DataParallel replicates the wrapped module; optimise the module inside it")
         if hasattr(target, "_orig_mod"):
             notes.append("a compiled wrapper calls the model from outside its scope: optimise the wrapper, or call enable()")
-    elif not process_wide:
+    elif not is_optimised and not process_wide:
         notes.append("a function is served inside enabled(), after enable(), or when wrapped by optimize()")
     return tuple(notes)

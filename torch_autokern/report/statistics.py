@@ -26,7 +26,7 @@ class OpStats(msgspec.Struct, frozen=True):
 
 
 class KernelStats(msgspec.Struct, frozen=True):
-    """One kernel in use. `saved_us`: hits times (stock's time - its own), both as the judge measured them, dispatch included."""
+    """One kernel in use. `saved_us`: hits times (stock's time - its own), both as the judge measured them, with dispatch."""
 
     record_id: str
     call: str
@@ -101,8 +101,9 @@ def collect(session: Session) -> Stats:
 
 def _kernels(session: Session) -> tuple[KernelStats, ...]:
     rows = []
-    for servable in session.loaded.values():
-        timing = next((t for t in servable.record.verdict.timings if t.regime == "eager"), None)
+    for servable in list(session.loaded.values()):  # a refresh may be adding to it
+        timings = servable.record.verdict.timings
+        timing = next((t for t in timings if t.regime == "eager"), timings[0] if timings else None)
         hits = servable.native.hits
         if hits and timing is not None:
             saved = hits * (timing.stock_us - timing.candidate_us)

@@ -197,7 +197,9 @@ class _Image:
             if section.name and not section.name.startswith((*_ALLOWED_SECTIONS, *_DEBUG_SECTIONS)):
                 raise MalformedCubinError(f"unknown section {section.name[:80]!r}")
         sizes = self.function_sizes()
-        found = [symbol for symbol in self.symbols if symbol.kind == _FUNCTION and symbol.other & _ENTRY_FLAG and symbol.section]
+        found = [
+            symbol for symbol in self.symbols if symbol.kind == _FUNCTION and symbol.other & _ENTRY_FLAG and symbol.section
+        ]
         if len(found) > MAX_ENTRIES or len({symbol.name for symbol in found}) != len(found):
             raise MalformedCubinError(f"{len(found)} kernels, or two of one name")
         arch = self.arch()
@@ -213,10 +215,10 @@ class _Image:
             return f"sm_{self.flags & 0xFF}{'a' if self.flags & 0x800 else ''}"
         capability = self.flags >> 8 & 0xFF
         note = self.named(".note.nv.tkinfo")
-        said = {match.decode() for match in _ARCH.findall(self.body(note))} if note else set()
+        said: set[str] = {str(m, "ascii") for m in _ARCH.findall(self.body(note))} if note else set()
         if len(said) != 1:
             raise MalformedCubinError(f"the assembler's note names {sorted(said) or 'no architecture'}")
-        arch = said.pop()
+        arch: str = said.pop()
         if int(arch.strip("sm_af")) != capability:
             raise MalformedCubinError(f"the header says capability {capability}, the assembler's note {arch}")
         return arch

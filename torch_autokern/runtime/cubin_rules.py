@@ -85,7 +85,7 @@ def _plan_problems(info: CubinInfo, plan: LaunchPlan, arch: str) -> Iterator[str
         elif isinstance(step, KernelStep):
             entry = info.entries.get(step.entry)
             if entry is None:
-                yield f"has no kernel {step.entry} (it has {', '.join(sorted(info.entries)) or 'none'}): declare it extern \"C\""
+                yield f'has no kernel {step.entry} (it has {", ".join(sorted(info.entries)) or "none"}): declare it extern "C"'
             else:
                 yield from _step_problems(entry, step, arch)
 

@@ -11,6 +11,7 @@ import torch
 
 from torch_autokern.errors import BuildError, PlanError
 from torch_autokern.ops.spec import DTYPE_CODES
+from torch_autokern.runtime.cubin_rules import check_cubin
 from torch_autokern.runtime.elf import check_cpu_library
 from torch_autokern.runtime.extension import extension
 from torch_autokern.runtime.plan import (
@@ -27,6 +28,7 @@ from torch_autokern.runtime.plan import (
     entries,
     validate,
 )
+from torch_autokern.runtime.target import local_target
 from torch_autokern.store.key import KernelKey, TensorKey
 
 Tensors = Sequence[torch.Tensor | None]
@@ -82,13 +84,18 @@ def load_cpu_kernel(binary: bytes, identity: str, plan: LaunchPlan, key: KernelK
 
 
 def load_cuda_kernel(cubin: bytes, plan: LaunchPlan, key: KernelKey, device: int, record_id: str = "") -> LoadedKernel:
-    """Load a cubin into a device's primary context now, so that nothing is loaded inside a call, and bind its entries.
+    """Check a cubin against its plan and the device, load it into the device's primary context now, so that nothing is loaded
+    inside a call, and bind its entries.
 
     Raises:
+        BuildError: the cubin breaks a static rule, or contradicts the plan.
         PlanError: the plan is invalid, points at a tensor that the key does not have, or has CPU steps.
         RuntimeError: the driver does not load the image, or an entry is missing; in the driver's words.
     """
     validate(plan)
+    broken = check_cubin(cubin, plan, local_target("cuda", device_index=device).arch)
+    if broken:
+        raise BuildError("the kernel's cubin breaks a rule: " + "; ".join(broken))
     names = _workspace_names(plan)
     torch.cuda.init()  # the primary context must exist before a module can be loaded into it
     steps = [_cuda_step(step, key, names) for step in plan.steps]

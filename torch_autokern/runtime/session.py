@@ -6,22 +6,24 @@ Nothing here runs inside an op call. The router is installed when the first scop
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
 import threading
 import weakref
 from typing import Any
 
+import torch
+
 from torch_autokern import config
 from torch_autokern.errors import AutokernError, PlanError
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.extension import extension_state
-from torch_autokern.runtime.kernel import load_cpu_kernel
+from torch_autokern.runtime.kernel import LoadedKernel, load_cpu_kernel, load_cuda_kernel
 from torch_autokern.runtime.plan import decode_plan
 from torch_autokern.runtime.table import CLASSES, Servable, build_rows, refusal
 from torch_autokern.runtime.target import local_target, stock_build
-from torch_autokern.store.key import KernelKey
-from torch_autokern.store.key import Target
+from torch_autokern.store.key import KernelKey, Target
 from torch_autokern.store.record import AccuracyClass, StoredRecord
 from torch_autokern.store.store import KernelStore, open_store
 
@@ -58,7 +60,7 @@ class Session:
             return 0
         with self._lock:
             self._filled = True
-            servables = [s for s in map(self._load, self._candidates()) if s is not None]
+            servables = [s for s in itertools.starmap(self._load, self._candidates()) if s is not None]
             rows = build_rows(servables)
             native.set_table(rows)
             return len(rows)
@@ -105,42 +107,63 @@ class Session:
         if native is not None and not self._blocks and not len(self._users):
             native.uninstall()
 
-    def _candidates(self) -> list[StoredRecord]:
-        target, build = local_target(), stock_build()
+    def _candidates(self) -> list[tuple[StoredRecord, int]]:
+        """Records that may run here, each with the place it may run at: 0 for the CPU, a GPU's index."""
+        build = stock_build()
         found = []
 
         def fits(made_for: Target, _stock_build: str) -> bool:
-            return (made_for.device_type, made_for.arch) == (target.device_type, target.arch)
+            return any(target.arch == made_for.arch for _, target in _places(made_for))
 
         for row in self.store.index().rows(fits):
             stored = self.store.get(row.key_digest, row.record_id)
             if stored is None:
                 continue
-            why = refusal(stored.record, self.store.notes(row.key_digest, row.record_id), target, build)
-            if why is None:
-                found.append(stored)
-            else:
-                _LOG.debug("record %s does not run here: %s", row.record_id[:12], why)
+            for place, target in _places(stored.record.target):
+                why = refusal(stored.record, self.store.notes(row.key_digest, row.record_id), target, build)
+                if why is None:
+                    found.append((stored, place))
+                else:
+                    _LOG.debug("record %s does not run here: %s", row.record_id[:12], why)
         return found
 
-    def _load(self, stored: StoredRecord) -> Servable | None:
+    def _load(self, stored: StoredRecord, place: int) -> Servable | None:
         record_id = stored.record_id
-        if record_id in self.loaded:
-            return self.loaded[record_id]
+        # A record is named by its id where it was loaded first; its twins on other devices carry the device too.
+        here = self.loaded.get(record_id)
+        name = record_id if here is None or here.place == place else f"{record_id}@{place}"
+        if name in self.loaded:
+            return self.loaded[name]
         if record_id in self.load_failures:
             return None
         try:
-            _check_outputs(stored.record.key)
-            plan = decode_plan(stored.data["plan.json"])
-            identity = stored.record.provenance.candidate_id
-            kernel = load_cpu_kernel(stored.data["kernel.so"], identity, plan, stored.record.key, record_id)
+            kernel = _load_kernel(stored, place)
         except (AutokernError, KeyError, RuntimeError) as error:
             self.load_failures[record_id] = str(error)
             self.store.quarantine(stored.record.key.digest, record_id, f"does not load: {error}")
             _LOG.warning("record %s does not load and is set aside: %s", record_id[:12], error)
             return None
-        self.loaded[record_id] = Servable(record_id, stored.record, kernel.native)
-        return self.loaded[record_id]
+        self.loaded[name] = Servable(record_id, stored.record, kernel.native, place)
+        return self.loaded[name]
+
+
+def _places(made_for: Target) -> list[tuple[int, Target]]:
+    """The devices of a record's kind here. CUDA is touched only when a record needs it, and never in a fork of a process that
+    uses it already, where it cannot start again."""
+    if made_for.device_type == "cpu":
+        return [(0, local_target())]
+    if not torch.cuda.is_available() or torch.cuda._is_in_bad_fork():
+        return []
+    return [(index, local_target("cuda", device_index=index)) for index in range(torch.cuda.device_count())]
+
+
+def _load_kernel(stored: StoredRecord, place: int) -> LoadedKernel:
+    record, data = stored.record, stored.data
+    _check_outputs(record.key)
+    plan = decode_plan(data["plan.json"])
+    if record.target.device_type == "cuda":
+        return load_cuda_kernel(data["kernel.cubin"], plan, record.key, place, stored.record_id)
+    return load_cpu_kernel(data["kernel.so"], record.provenance.candidate_id, plan, record.key, stored.record_id)
 
 
 def _check_outputs(key: KernelKey) -> None:
@@ -167,7 +190,10 @@ def pool_limit_bytes() -> int:
 @functools.cache
 def session() -> Session:
     """The process's session; opened at the first use, never at import."""
-    return Session(open_store())
+    made = Session(open_store())
+    # A child forked while another thread holds the lock, or a native one that is only taken under it, would wait for ever.
+    os.register_at_fork(before=made._lock.acquire, after_in_parent=made._lock.release, after_in_child=made._lock.release)
+    return made
 
 
 def accuracy_code(accuracy: AccuracyClass) -> int:

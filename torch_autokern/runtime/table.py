@@ -21,11 +21,12 @@ CLASSES: tuple[AccuracyClass, ...] = ("exact", "stock", "tolerance")  # each pol
 
 @dataclass(frozen=True)
 class Servable:
-    """A record that may run here, with its loaded kernel (the extension's object)."""
+    """A record that may run here, with its loaded kernel (the extension's object); `place` is the index of its GPU."""
 
     record_id: str
     record: KernelRecord
     native: Any
+    place: int = 0
 
 
 def refusal(record: KernelRecord, notes: Notes, target: Target, stock_build: str) -> str | None:
@@ -97,12 +98,12 @@ def winner(servables: Iterable[Servable], regime: Regime, policy: AccuracyClass,
 Row = tuple[tuple[int, ...], list[tuple[int, int, int, Any]]]
 
 
-def build_rows(servables: Sequence[Servable], device_index: int = 0) -> list[Row]:
+def build_rows(servables: Sequence[Servable]) -> list[Row]:
     """Rows for the extension's `set_table`: a key's words, and (regime, class, deterministic, kernel) for each filled slot."""
     by_words: dict[tuple[int, ...], list[Servable]] = {}
     for servable in servables:
         key = servable.record.key
-        place = servable.record.target.threads if key.device_type == "cpu" else device_index
+        place = servable.record.target.threads if key.device_type == "cpu" else servable.place
         by_words.setdefault(SPECS[key.op].encode(key, place), []).append(servable)
     rows: list[Row] = []
     for words, group in sorted(by_words.items()):

@@ -59,7 +59,7 @@ def _reductions(lanes: int) -> str:
         if step < lanes
     )
     picks = "".join(
-        f"  if constexpr (k == {k}) return AK_SHUFFLE(q, q, {_shuffle([b + k for b in range(0, lanes, 4) for _ in range(4)])});\n"
+        f"  if constexpr (k == {k}) return AK_SHUFFLE(q, q, {_shuffle([i // 4 * 4 + k for i in range(lanes)])});\n"
         for k in range(4)
     )
     return f"""
@@ -131,7 +131,9 @@ AK_INLINE vf ak_max(vf x, vf m) { return (vf)_mm256_max_ps((__m256)x, (__m256)m)
 template <int N> AK_INLINE vf ak_load_part(const float* p, vf fill) {
   return (vf)_mm256_mask_loadu_ps((__m256)fill, (__mmask8)((1u << N) - 1), p);
 }
-template <int N> AK_INLINE void ak_store_part(float* p, vf v) { _mm256_mask_storeu_ps(p, (__mmask8)((1u << N) - 1), (__m256)v); }
+template <int N> AK_INLINE void ak_store_part(float* p, vf v) {
+  _mm256_mask_storeu_ps(p, (__mmask8)((1u << N) - 1), (__m256)v);
+}
 AK_INLINE void ak_stream(float* p, vf v) { _mm256_stream_ps(p, (__m256)v); }
 #else
 #if defined(__AVX__) && @WIDTH@ == 32
@@ -159,34 +161,34 @@ template <int W> struct ak_vector {
   typedef float f __attribute__((vector_size(W)));
   typedef int32_t i __attribute__((vector_size(W)));
 };
-// p * 2^n, right for denormal results too.
+template <int W> using ak_f = typename ak_vector<W>::f;
+template <int W> using ak_i = typename ak_vector<W>::i;
+// p * 2^n, right for denormal results too; k is n as integers.
 template <int W>
-AK_INLINE typename ak_vector<W>::f ak_scale2(typename ak_vector<W>::f p, typename ak_vector<W>::f n, typename ak_vector<W>::i k) {
+AK_INLINE ak_f<W> ak_scale2(ak_f<W> p, ak_f<W> n, ak_i<W> k) {
 #if defined(__AVX512VL__)
-  if constexpr (W == 64) return (typename ak_vector<W>::f)_mm512_scalef_ps((__m512)p, (__m512)n);
-  if constexpr (W == 32) return (typename ak_vector<W>::f)_mm256_scalef_ps((__m256)p, (__m256)n);
+  if constexpr (W == 64) return (ak_f<W>)_mm512_scalef_ps((__m512)p, (__m512)n);
+  if constexpr (W == 32) return (ak_f<W>)_mm256_scalef_ps((__m256)p, (__m256)n);
 #endif
   (void)n;
-  typename ak_vector<W>::i half = k >> 1;  // two exact factors and one rounding
-  typename ak_vector<W>::i rest = k - half;
-  return p * (typename ak_vector<W>::f)((half + 127) << 23) * (typename ak_vector<W>::f)((rest + 127) << 23);
+  ak_i<W> half = k >> 1;  // two exact factors and one rounding
+  ak_i<W> rest = k - half;
+  return p * (ak_f<W>)((half + 127) << 23) * (ak_f<W>)((rest + 127) << 23);
 }
 template <int W>
-AK_INLINE typename ak_vector<W>::f ak_exp_of(typename ak_vector<W>::f x) {
-  typedef typename ak_vector<W>::f F;
-  typedef typename ak_vector<W>::i I;
-  const F magic = 12582912.0f - F{};  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
-  F t = x * 1.44269504088896341f + magic;
-  F n = t - magic;
-  F r = x - n * 0.693359375f;
+AK_INLINE ak_f<W> ak_exp_of(ak_f<W> x) {
+  const ak_f<W> magic = 12582912.0f - ak_f<W>{};  // 1.5 * 2^23: adding it rounds to an integer, held in the low bits
+  ak_f<W> t = x * 1.44269504088896341f + magic;
+  ak_f<W> n = t - magic;
+  ak_f<W> r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  F p = r * 0x1.6a23cep-10f + 0x1.123a2p-7f;
+  ak_f<W> p = r * 0x1.6a23cep-10f + 0x1.123a2p-7f;
   p = p * r + 0x1.5558f2p-5f;
   p = p * r + 0x1.555492p-3f;
   p = p * r + 0x1.fffffcp-2f;
   p = p * r + 1.0f;
   p = p * r + 1.0f;
-  return ak_scale2<W>(p, n, (I)t - (I)magic);
+  return ak_scale2<W>(p, n, (ak_i<W>)t - (ak_i<W>)magic);
 }
 // exp(x) for x <= 0; NaN stays NaN, -inf gives 0.
 AK_INLINE vf ak_exp(vf x) { return (vf)ak_exp_of<WIDTH>(ak_max(ak_splat(-104.0f), x)); }

@@ -3,15 +3,25 @@
 Variance is two-pass and corrected (Chan, Golub, LeVeque 1983, eq. 1.7): with any m0 near the mean and d = x - m0,
 ``mean = m0 + sum d / n`` and ``M2 = sum d^2 - (sum d)^2 / n``. Constant rows come out with a variance of exactly 0 although m0
 carries the rounding of a plain sum. Mean and rstd are applied in two parts each (the float nearest to them, and the rest), so
-that a large offset costs no accuracy and the rounding of rstd does not tilt a whole row. Rows that float cannot carry (overflow, underflow without eps, NaN, infinities) are redone in double.
+that a large offset costs no accuracy and the rounding of rstd does not tilt a whole row. Rows that float cannot carry
+(overflow, underflow without eps, NaN, infinities) are redone in double.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_autokern.runtime.plan import InputArg, OutputArg, PointerArg
-from torch_autokern.search.templates.layout import Loop, dense_tensors, distinct_elements, loops_over, offset, steps_in
+from torch_autokern.search.templates.layout import (
+    Loop,
+    collapse,
+    dense_tensors,
+    distinct_elements,
+    loops_over,
+    offset,
+    steps_in,
+)
 from torch_autokern.store.key import KernelKey, TensorKey
 
 
@@ -48,10 +58,7 @@ def norm_layout(key: KernelKey) -> NormLayout | None:
     if not all(distinct_elements(t) for t in (y, mean, rstd)) or len(mean.sizes) != len(x.sizes):
         return None
     first = len(x.sizes) - len(shape)
-    inner = range(first, len(x.sizes))
-    if not (_one_run(x, inner) and _one_run(y, inner)):
-        return None
-    if any(t is not None and not _one_run(t, range(len(shape))) for t in (weight, bias)):
+    if not _one_run([t for t in (x, weight, bias, y) if t is not None], len(shape)):
         return None
     length = 1
     for size in shape:
@@ -60,9 +67,11 @@ def norm_layout(key: KernelKey) -> NormLayout | None:
     return NormLayout(length, outer, float(key.scalars["eps"]), weight is not None, bias is not None)  # type: ignore[arg-type]
 
 
-def _one_run(tensor: TensorKey, dims: range) -> bool:
-    loops = loops_over(dims, (tensor,))
-    return not loops or (len(loops) == 1 and loops[0].strides == (1,))
+def _one_run(tensors: Sequence[TensorKey], dims: int) -> bool:
+    """Whether the last `dims` dimensions are the same run of neighbours in every tensor."""
+    loops = [Loop(tensors[0].sizes[place - dims], tuple(t.strides[place - dims] for t in tensors)) for place in range(dims)]
+    joined = collapse(loops)
+    return not joined or (len(joined) == 1 and set(joined[0].strides) == {1})
 
 
 _CODE = """
@@ -88,7 +97,7 @@ __attribute__((noinline, cold)) moments moments_in_double(const float* x, int64_
   }
   return {mean + d1 / (double)n, d2 - d1 * d1 / (double)n};
 }
-// Calls f(offset, vector) on N elements in a fixed order: U independent chains, then single vectors, then the part that is left.
+// Calls f(chain, vector) on N elements in a fixed order, U chains in turn; `fill` completes the last vector.
 template <int64_t N, class F>
 AK_INLINE void each(const float* x, vf fill, F f) {
   constexpr int64_t WHOLE = N / (U * L) * (U * L), VECTORS = N / L * L;

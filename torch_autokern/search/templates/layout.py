@@ -60,7 +60,7 @@ def offset(loops: Sequence[Loop], tensor: int, index: str) -> str:
 
 
 def dense_tensors(key: KernelKey, dtypes: Sequence[str]) -> bool:
-    """Whether every tensor has one of `dtypes`, addresses that hold for its elements, elements at all and no negative stride."""
+    """Whether every tensor has one of `dtypes`, aligned elements, at least one of them, and no negative stride."""
     bytes_of = {"float32": 4, "bfloat16": 2, "float16": 2}
     for tensor in (*key.tensors, *key.outputs):
         if tensor is None:

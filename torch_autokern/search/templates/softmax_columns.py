@@ -1,7 +1,7 @@
 """Softmax and log-softmax over a dimension that is not the last: a block of neighbouring columns at a time.
 
-Maxima and sums of a block live in one vector per few columns, so there is no horizontal reduction at all; the block is as wide as
-lets its part of the input stay in cache between the passes.
+Maxima and sums of a block live in the lanes of a few vectors, so there is no horizontal reduction at all; the block is as wide
+as lets its part of the input stay in cache between the passes.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class _Columns:
     inner: int
 
 
-def _columns(layout: SoftmaxLayout) -> _Columns | None:
+def column_shape(layout: SoftmaxLayout) -> _Columns | None:
     if layout.outer and layout.outer[-1].strides == (1, 1):
         return _Columns(layout, layout.outer[:-1], layout.outer[-1].size)
     return None
@@ -162,7 +162,7 @@ def _block_sizes(shape: _Columns, lanes: int) -> list[int]:
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
     """Candidates where another dimension has stride 1 on both sides, best guess first; else []."""
     layout = softmax_layout(key)
-    shape = None if layout is None else _columns(layout)
+    shape = None if layout is None else column_shape(layout)
     if layout is None or shape is None:
         return []
     width = vector_widths(target)[0]

@@ -1,7 +1,7 @@
 """Softmax and log-softmax over a dimension whose elements are neighbours in memory.
 
-Two kernels. `short_rows`: the whole row stays in vector registers between its one load and its one store, four rows at a time so
-that the two horizontal reductions and the division are shared. `long_rows`: three passes over a row that stays in cache.
+Two kernels. `short_rows`: the whole row stays in vector registers between its one load and its one store, four rows at a time
+so that the two horizontal reductions and the division are shared. `long_rows`: three passes over a row that stays in cache.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ struct row {
           AK_UNROLL for (int c = 0; c < U * WIDTH; c += 64) __builtin_prefetch((const char*)(next + i) + c, 0, 2);
         AK_UNROLL for (int u = 0; u < U; u++) {
           vf e = ak_exp(ak_load(x + i + u * L) - m);
-          if (KEEP) ak_store(kept + i + u * L, e);
+          if (KEEP != NOTHING) ak_store(kept + i + u * L, e);
           s[u] += e;
         }
       }
@@ -130,19 +130,19 @@ struct row {
     }
     for (int64_t i = WHOLE; i < VECTORS; i += L) {
       vf e = ak_exp(ak_load(x + i) - m);
-      if (KEEP) ak_store(kept + i, e);
+      if (KEEP != NOTHING) ak_store(kept + i, e);
       total += e;
     }
     if (TAIL) {
       vf e = ak_exp(ak_load_part<PART>(x + VECTORS, ak_splat(-INF)) - m);
-      if (KEEP) ak_store_part<PART>(kept + VECTORS, e);
+      if (KEEP != NOTHING) ak_store_part<PART>(kept + VECTORS, e);
       total += e;
     }
     return ak_reduce(total, ak_op_sum{});
   }
   AK_INLINE_MEMBER static vf result(vf in, vf m, vf s) {
     if (LOG) return (in - m) - s;
-    return (KEEP ? in : ak_exp(in - m)) * s;
+    return (KEEP == NOTHING ? ak_exp(in - m) : in) * s;
   }
   // `in`: the row itself, or its exponentials where they were kept; s: the logarithm of the sum, or its reciprocal.
   AK_INLINE_MEMBER static void write(const float* in, float* y, vf m, vf s) {
@@ -179,7 +179,7 @@ _LONG_ENTRY = """  const float* x = (const float*)pointers[0];
     float* kept = KEEP == SCRATCH ? scratch : py;
     const vf m = ak_splat(row<D>::maximum(px));
     const float sum = row<D>::sum(px, kept, m, x + x_offset(r + 1 < end ? r + 1 : r));
-    row<D>::write(KEEP ? kept : px, py, m, ak_splat(LOG ? (float)log((double)sum) : 1.0f / sum));
+    row<D>::write(KEEP == NOTHING ? px : kept, py, m, ak_splat(LOG ? (float)log((double)sum) : 1.0f / sum));
   }
   if (STREAM) ak_stream_fence();
 """
@@ -232,10 +232,11 @@ def _propose_short(layout: SoftmaxLayout, target: Target) -> list[Candidate]:
     for width in vector_widths(target):
         vectors = -(-layout.length * 4 // width)
         fits = [rows for rows in (4, 2, 1) if rows * vectors <= registers(target) - 8]
-        # A narrower vector wins where it wastes fewer lanes, and costs more instructions where it does not.
-        cost = vectors * width + (0 if width == vector_widths(target)[0] else 4 * vectors)
-        if 8 * layout.length <= width:
-            cost += width // 2
+        # Bytes that pass the units: a last 512-bit vector of which the upper half is empty runs as 256 bits. More instructions
+        # for narrower vectors, and shuffles for nothing where a row fills half a vector.
+        half_empty = width == 64 and 0 < 4 * layout.length % 64 <= 32
+        cost = vectors * width - (32 if half_empty else 0) + (4 * vectors if width < vector_widths(target)[0] else 0)
+        cost += width // 2 if 8 * layout.length <= width else 0
         found += [(cost, short_rows(layout, width, rows)) for rows in fits[:2]]
     return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
 
@@ -258,5 +259,5 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
             for prefetch in (True, False):
                 candidates.append(long_rows(layout, widths[0], stream, keep, prefetch))
     if len(widths) > 1:
-        candidates.append(long_rows(layout, widths[1], streams[0], "nothing" if layout.log else "output", True))
+        candidates.append(long_rows(layout, widths[1], False, "nothing" if layout.log else "output", False))
     return candidates[:9]
