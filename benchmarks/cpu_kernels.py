@@ -1,8 +1,8 @@
 """The built-in CPU templates alone, without search or store: ``python -m benchmarks.cpu_kernels --json FILE``.
 
-For each case every proposed candidate is built and checked against float64, the quickest of a short interleaved screen is timed
-against stock: random ABBA blocks, median of paired ratios with its interval. Output pages are resident on both sides: the process
-starts itself again with glibc's thresholds raised, so that neither side pays for fresh pages.
+For each case every proposed candidate is built and checked against float64, and the quickest of a short interleaved screen is
+timed against stock: random ABBA blocks, median of paired ratios with its interval. Output pages are resident on both sides: the
+process starts itself again with glibc's thresholds raised, so that neither side pays for fresh pages.
 """
 
 from __future__ import annotations

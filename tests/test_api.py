@@ -91,12 +91,12 @@ def test_record_sees_every_thread_and_the_backward() -> None:
         train_step(model, X)
     workload = recording.workload()
     calls = {entry.key.op: entry.calls for entry in workload.entries}
-    assert calls == {op: 4 for op in (*FORWARD_OPS, *BACKWARD_OPS)}
+    assert calls == dict.fromkeys((*FORWARD_OPS, *BACKWARD_OPS), 4)
     assert all(entry.out_calls == 0 and entry.stock_time_us > 0 for entry in workload.entries)
     times = [entry.stock_time_us for entry in workload.entries]
     assert times == sorted(times, reverse=True)
     assert workload.threads == torch.get_num_threads() and workload.torch_version == torch.__version__
-    assert workload.wall_time_us > 0 and all(0 < workload.share(entry) for entry in workload.entries)
+    assert workload.wall_time_us > 0 and all(workload.share(entry) > 0 for entry in workload.entries)
 
 
 def test_record_serves_nothing_and_changes_nothing(served: Served) -> None:

@@ -186,6 +186,7 @@ import torch
 before, registered = set(sys.modules), torch._C._dispatch_dump("aten::_softmax")
 start = time.perf_counter()
 import torch_autokern
+torch_autokern.optimize  # the public names come in at first use: that counts too
 seconds = time.perf_counter() - start
 print(json.dumps({
     "seconds": seconds,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -352,7 +353,9 @@ def served() -> Iterator[Served]:
     session().refresh()  # the first scope would read the store and replace the table
     table = Served()
     extension().set_table([])
-    yield table
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ak.AutokernWarning)  # the store is empty on purpose: tables are filled past it
+        yield table
     table.close()
     ak.disable()
 

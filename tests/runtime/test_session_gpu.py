@@ -1,4 +1,4 @@
-"""Records of GPU kernels in the session: nothing happens where there is no GPU; where there is one, a stored cubin serves calls."""
+"""GPU records in the session: nothing happens where there is no GPU; where there is one, a stored cubin serves calls."""
 
 from __future__ import annotations
 

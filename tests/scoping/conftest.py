@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 
 import pytest
 import torch
 from tiny_kernels import B, Block, D, Served, quiet_router, served, train_step
 
-from torch_autokern import AutokernWarning
-
 __all__ = ["quiet_router", "served"]
-
-
-@pytest.fixture(autouse=True)
-def _store_may_be_empty() -> Iterator[None]:
-    """Tables are filled past the store here, so the warning that it is empty says nothing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AutokernWarning)
-        yield
 
 
 @pytest.fixture(autouse=True)

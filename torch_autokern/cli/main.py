@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import signal
+import sys
 from typing import Annotated
 
 import typer
@@ -45,6 +47,8 @@ app.command("demo")(demo.demo)
 
 def main() -> None:
     """Entry point of the command."""
+    # `kill` lets every `with` block end: children are stopped and temporary folders removed.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     shell.run(app)
 
 

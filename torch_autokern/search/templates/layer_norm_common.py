@@ -77,7 +77,7 @@ def _one_run(tensors: Sequence[TensorKey], dims: int) -> bool:
 _CODE = """
 constexpr int64_t D = @D@;
 constexpr double EPS = @EPS@;
-constexpr bool HAS_WEIGHT = @WEIGHT@, HAS_BIAS = @BIAS@, STREAM = @STREAM@;
+constexpr bool HAS_WEIGHT = @WEIGHT@, HAS_BIAS = @BIAS@, STREAM = @STREAM@, PREFETCH = @PREFETCH@;
 constexpr int U = @U@;
 AK_INLINE int64_t x_offset(int64_t row) { return @X@; }
 AK_INLINE int64_t mean_offset(int64_t row) { return @MEAN@; }
@@ -123,40 +123,55 @@ AK_INLINE void add_distances(const float* x, vf m0, vf& t1, vf& t2) {
   t1 += join(d1);
   t2 += join(d2);
 }
+// Moments from the sums of distances from m0; `good` tells whether float carried them. The correction may take a quarter of the
+// sum of squares: the roundings of that sum then weigh at most 4/3 of what they would with m0 at the mean.
 template <int64_t N>
-AK_INLINE moments moments_of(const float* x) {
-  vf s[U] = {};
-  each<N>(x, vf{}, [&](int u, vf v) __attribute__((always_inline)) { s[u] += v; });
-  const vf m0 = ak_reduce_all(join(s), ak_op_sum{}) * (float)(1.0 / (double)N);
+AK_INLINE moments moments_near(const float* x, vf m0, bool& good) {
   // Sums of at most SHORT_SUM terms, added up: beside an outlier the roundings of a longer chain all point the same way.
   constexpr int64_t PIECE = SHORT_SUM * U * L, PIECES = N > PIECE ? (N - 1) / PIECE : 0;
   vf t1 = {}, t2 = {};
   for (int64_t piece = 0; piece < PIECES; piece++) add_distances<PIECE>(x + piece * PIECE, m0, t1, t2);
   add_distances<N - PIECES * PIECE>(x + PIECES * PIECE, m0, t1, t2);
   const double s1 = (double)ak_reduce(t1, ak_op_sum{}), s2 = (double)ak_reduce(t2, ak_op_sum{});
-  const double shift = s1 * (1.0 / (double)N);
-  const double m2 = s2 - s1 * shift;
-  if (!(s2 < 1e37) || (EPS < 1e-20 && !(m2 > 1e-25))) return moments_in_double(x, N);
+  const double shift = s1 * (1.0 / (double)N), correction = s1 * shift, m2 = s2 - correction;
+  good = s2 < 1e37 && correction <= 0.25 * s2 && (EPS >= 1e-20 || m2 > 1e-25);
   return {(double)m0[0] + shift, m2 > 0 ? m2 : 0};
+}
+template <int64_t N>
+AK_INLINE moments moments_of(const float* x) {
+  vf s[U] = {};
+  each<N>(x, vf{}, [&](int u, vf v) __attribute__((always_inline)) { s[u] += v; });
+  bool good;
+  const moments found = moments_near<N>(x, ak_reduce_all(join(s), ak_op_sum{}) * (float)(1.0 / (double)N), good);
+  return good ? found : moments_in_double(x, N);
 }
 // Merges the moments of N elements into those of `count` (Chan, Golub, LeVeque 1983, eq. 2.1).
 AK_INLINE moments merge(moments a, int64_t count, moments b, int64_t n) {
   const double share = (double)n / (double)(count + n), d = b.mean - a.mean;
   return {a.mean + d * share, a.m2 + b.m2 + d * d * (double)count * share};
 }
-// Rows above ROW_CHUNK elements in chunks: both passes find a chunk in the nearest cache, and float sums stay short.
-constexpr int64_t ROW_CHUNK = 4096;
+// One pass where it can: the mean of the first HEAD elements stands in for m0, and where the rest lies too far from it, the rest
+// gets its own.
+constexpr int64_t HEAD = 1024, SEGMENT = 32768;
 template <int64_t N>
-AK_INLINE moments moments_of_long(const float* x) {
-  if constexpr (N <= 2 * ROW_CHUNK) {
+AK_INLINE moments moments_of_segment(const float* x) {
+  if constexpr (N < 3 * HEAD) {
     return moments_of<N>(x);
   } else {
-    moments all = moments_of<ROW_CHUNK>(x);
-    constexpr int64_t LAST_START = (N - 1) / ROW_CHUNK * ROW_CHUNK;
-    for (int64_t at = ROW_CHUNK; at < LAST_START; at += ROW_CHUNK)
-      all = merge(all, at, moments_of<ROW_CHUNK>(x + at), ROW_CHUNK);
-    return merge(all, LAST_START, moments_of<N - LAST_START>(x + LAST_START), N - LAST_START);
+    const moments head = moments_of<HEAD>(x);
+    bool good;
+    moments rest = moments_near<N - HEAD>(x + HEAD, ak_splat((float)head.mean), good);
+    if (__builtin_expect(!good, 0)) rest = moments_of<N - HEAD>(x + HEAD);
+    return merge(head, HEAD, rest, N - HEAD);
   }
+}
+template <int64_t N>
+AK_INLINE moments moments_of_long(const float* x) {
+  moments all = moments_of_segment<N < SEGMENT ? N : SEGMENT>(x);
+  constexpr int64_t LAST_START = (N - 1) / SEGMENT * SEGMENT;
+  for (int64_t at = SEGMENT; at < LAST_START; at += SEGMENT) all = merge(all, at, moments_of_segment<SEGMENT>(x + at), SEGMENT);
+  if (N > SEGMENT) all = merge(all, LAST_START, moments_of_segment<N - LAST_START>(x + LAST_START), N - LAST_START);
+  return all;
 }
 struct statistics {
   double mean, rstd;
@@ -172,8 +187,9 @@ __attribute__((noinline, cold)) void apply_in_double(const float* x, const float
     y[i] = (float)v;
   }
 }
+// `next` is what will be read after this: its lines are fetched while this is written.
 template <int64_t N>
-AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, statistics s) {
+AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, statistics s, const float* next) {
   if (!s.fits_float()) return apply_in_double(x, w, b, y, N, s);
   constexpr int64_t WHOLE = N / (U * L) * (U * L), VECTORS = N / L * L;
   constexpr int TAIL = N % L, PART = TAIL ? TAIL : 1;
@@ -186,6 +202,7 @@ AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, s
     return d * rstd + (d * rstd_low + low);
   };
   auto at = [&](int64_t i) __attribute__((always_inline)) {
+    if (PREFETCH) __builtin_prefetch(next + i, 0, 2);
     vf v = normalised(ak_load(x + i));
     if (HAS_WEIGHT && HAS_BIAS) return v * ak_load(w + i) + ak_load(b + i);
     if (HAS_WEIGHT) return v * ak_load(w + i);
@@ -212,10 +229,10 @@ AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, s
 """
 
 
-def norm_code(layout: NormLayout, unroll: int, stream: bool) -> str:
+def norm_code(layout: NormLayout, unroll: int, stream: bool, prefetch: bool) -> str:
     """C++ text (inside the anonymous namespace) with `moments_of<N>`, `statistics_of` and `apply<N>` for one layout."""
     values = {
-        "D": layout.length, "EPS": repr(layout.eps), "U": unroll, "STREAM": str(stream).lower(),
+        "D": layout.length, "EPS": repr(layout.eps), "U": unroll, "STREAM": str(stream).lower(), "PREFETCH": str(prefetch).lower(),
         "WEIGHT": str(layout.has_weight).lower(), "BIAS": str(layout.has_bias).lower(),
         "X": offset(layout.outer, 0, "row"), "MEAN": offset(layout.outer, 1, "row"),
         "RSTD": offset(layout.outer, 2, "row"), "Y": offset(layout.outer, 3, "row"),

@@ -1,8 +1,8 @@
-"""LayerNorm with one row at a time in cache: mean, corrected variance and result in three passes."""
+"""LayerNorm with one row at a time in cache: mean, corrected variance and result in few passes."""
 
 from __future__ import annotations
 
-from torch_autokern.build.candidate import Candidate
+from torch_autokern.build.candidate import Candidate, Parameter
 from torch_autokern.runtime.plan import PLAN_VERSION, CpuStep, LaunchPlan
 from torch_autokern.search.templates.cpp_common import AUTHOR, END, STREAM_BYTES, entry, grain_of, prelude, vector_widths
 from torch_autokern.search.templates.layer_norm_common import NormLayout, norm_code, norm_layout
@@ -15,7 +15,7 @@ _ENTRY = """  const float *x = (const float*)pointers[0], *w = (const float*)poi
   for (int64_t row = begin; row < end; row++) {
     const float* px = x + x_offset(row);
     const statistics s = statistics_of(moments_of_long<D>(px));
-    apply<D>(px, w, b, y + y_offset(row), s);
+    apply<D>(px, w, b, y + y_offset(row), s, x + x_offset(row + 1 < end ? row + 1 : row));
     mean[mean_offset(row)] = (float)s.mean;
     rstd[rstd_offset(row)] = (float)s.rstd;
   }
@@ -23,12 +23,17 @@ _ENTRY = """  const float *x = (const float*)pointers[0], *w = (const float*)poi
 """
 
 
-def rows(layout: NormLayout, width: int, unroll: int, stream: bool) -> Candidate:
-    """One row at a time, `unroll` (a power of two) independent sums; `stream`: results bypass the cache."""
-    source = prelude(width) + norm_code(layout, unroll, stream) + END + entry("run", _ENTRY)
+def rows(layout: NormLayout, width: int, unroll: int, stream: bool, prefetch: bool) -> Candidate:
+    """One row at a time, `unroll` (a power of two) independent sums.
+
+    `stream`: results bypass the cache. `prefetch`: fetch the next row while this one is written.
+    """
+    source = prelude(width) + norm_code(layout, unroll, stream, prefetch) + END + entry("run", _ENTRY)
     plan = LaunchPlan(PLAN_VERSION, (CpuStep("run", layout.rows, grain_of(layout.length), layout.args),))
-    idea = f"Three passes over a cached row, {unroll} independent sums; {'streaming' if stream else 'plain'} stores."
-    return Candidate("cpp", source, plan, idea, AUTHOR, NAME, {"width": width, "unroll": unroll, "stream": stream})
+    early = "; the next row is fetched early" if prefetch else ""
+    idea = f"Passes over a cached row, {unroll} independent sums; {'streaming' if stream else 'plain'} stores{early}."
+    used: dict[str, Parameter] = {"width": width, "unroll": unroll, "stream": stream, "prefetch": prefetch}
+    return Candidate("cpp", source, plan, idea, AUTHOR, NAME, used)
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
@@ -36,7 +41,11 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     layout = norm_layout(key)
     if layout is None:
         return []
-    streams = (True, False) if 4 * layout.length * layout.rows > STREAM_BYTES else (False,)
-    widths = vector_widths(target)
-    shapes = [(widths[0], 4), (widths[0], 8), (widths[-1], 8)]
-    return [rows(layout, width, unroll, stream) for stream in streams for width, unroll in dict.fromkeys(shapes)]
+    big = 4 * layout.length * layout.rows > STREAM_BYTES
+    wide, narrow = vector_widths(target)[0], vector_widths(target)[-1]
+    shapes = [(wide, 4, True), (narrow, 8, True), (wide, 8, True), (wide, 4, False), (narrow, 8, False)]
+    return [
+        rows(layout, width, unroll, stream, early)
+        for stream in ((True, False) if big else (False,))
+        for width, unroll, early in shapes
+    ]

@@ -51,23 +51,27 @@ _MERGE = """  const moments* parts = (const moments*)pointers[6];
 """
 _APPLY = """  const statistics* rows = (const statistics*)pointers[7];
   for (int64_t i = begin; i < end; i++) {
-    const int64_t row = i % ROWS, at = i / ROWS * CHUNK;
+    const int64_t row = i % ROWS, at = i / ROWS * CHUNK, after = i + 1 < end ? i + 1 : i;
+    const float* next = (const float*)pointers[0] + x_offset(after % ROWS) + after / ROWS * CHUNK;
     const float* x = (const float*)pointers[0] + x_offset(row) + at;
     const float* w = HAS_WEIGHT ? (const float*)pointers[1] + at : nullptr;
     const float* b = HAS_BIAS ? (const float*)pointers[2] + at : nullptr;
     float* y = (float*)pointers[3] + y_offset(row) + at;
-    if (at == (CHUNKS - 1) * CHUNK) apply<LAST>(x, w, b, y, rows[row]);
-    else apply<CHUNK>(x, w, b, y, rows[row]);
+    if (at == (CHUNKS - 1) * CHUNK) apply<LAST>(x, w, b, y, rows[row], next);
+    else apply<CHUNK>(x, w, b, y, rows[row], next);
   }
   if (STREAM) ak_stream_fence();
 """
 
 
-def split(layout: NormLayout, width: int, unroll: int, chunk: int, stream: bool) -> Candidate:
-    """Chunks of `chunk` elements, `unroll` independent sums; `stream`: results bypass the cache."""
+def split(layout: NormLayout, width: int, unroll: int, chunk: int, stream: bool, prefetch: bool) -> Candidate:
+    """Chunks of `chunk` elements, `unroll` independent sums.
+
+    `stream`: results bypass the cache. `prefetch`: fetch the next chunk while this one is written.
+    """
     rows, chunks = layout.rows, -(-layout.length // chunk)
     body = _BODY.replace("@CHUNK@", str(chunk)).replace("@ROWS@", str(rows))
-    source = prelude(width) + norm_code(layout, unroll, stream) + body + END
+    source = prelude(width) + norm_code(layout, unroll, stream, prefetch) + body + END
     source += entry("measure_chunks", _STATISTICS) + entry("merge_rows", _MERGE) + entry("apply_chunks", _APPLY)
     args = (*layout.args, WorkspaceArg("parts"), WorkspaceArg("rows"))
     grain = grain_of(min(chunk, layout.length))
@@ -78,7 +82,7 @@ def split(layout: NormLayout, width: int, unroll: int, chunk: int, stream: bool)
     )
     plan = LaunchPlan(PLAN_VERSION, steps, (Workspace("parts", rows * chunks * 16), Workspace("rows", rows * 16)))
     idea = f"All threads share each row in chunks of {chunk}; weight and bias are read once for all rows."
-    used = {"width": width, "unroll": unroll, "chunk": chunk, "stream": stream}
+    used = {"width": width, "unroll": unroll, "chunk": chunk, "stream": stream, "prefetch": prefetch}
     return Candidate("cpp", source, plan, idea, AUTHOR, NAME, dict(used))
 
 
@@ -91,4 +95,5 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
         return []
     width = vector_widths(target)[0]
     streams = (True, False) if 4 * layout.length * layout.rows > STREAM_BYTES else (False,)
-    return [split(layout, width, 4, chunk, stream) for stream in streams for chunk in (8192, 32768)]
+    shapes = [(32768, True), (8192, True), (32768, False), (8192, False)]
+    return [split(layout, width, 4, chunk, stream, early) for stream in streams for chunk, early in shapes]

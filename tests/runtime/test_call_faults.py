@@ -1,0 +1,162 @@
+"""Faults that other projects met in an op call, each by its name; those not here have the name in the file of their subject."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+import torch
+from tiny_kernels import B, Block, D, Served, assert_all_close, marker_plan, seen, train_step
+
+import torch_autokern as ak
+from torch_autokern.ops import SPECS
+from torch_autokern.runtime.extension import extension
+from torch_autokern.store.key import TensorKey
+
+X = torch.randn(B, D)
+
+
+def test_transposed_or_strided_input_treated_as_contiguous(served: Served) -> None:
+    served.put_call("_softmax", [X], {"dim": 1, "half_to_float": False})
+    wide = torch.randn(B, 2 * D)
+    for view in (torch.randn(D, B).t(), wide[:, ::2], wide[:, :D], torch.randn(1, D).expand(B, D)):
+        stock = torch.softmax(view, 1)
+        with ak.enabled():
+            mine = torch.softmax(view, 1)
+        assert torch.equal(mine, stock) and mine.stride() == stock.stride()
+    assert served.hits() == 0
+
+
+def test_rank_above_2_in_layer_norm_backward(served: Served) -> None:
+    """A kernel proved for (4, 8) is not used for (2, 2, 8), which has as many rows: it is another key."""
+    flat, deep = Block(), Block()
+    deep.load_state_dict(flat.state_dict())
+    served.put_all(lambda: train_step(flat, X))
+    stock = train_step(deep, X.view(2, 2, D))
+    ak.optimize(deep)
+    results: list[torch.Tensor] = []
+    hits = seen(lambda: results.extend(train_step(deep, X.view(2, 2, D))))
+    assert hits["native_layer_norm_backward"] == {"no_record": 1}
+    assert_all_close(results, stock)
+    assert_all_close(results[1:], train_step(flat, X)[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint8])
+def test_integer_dtypes_keep_stocks_result_dtype(served: Served, dtype: torch.dtype) -> None:
+    a, b = torch.ones(3, 4, dtype=dtype), torch.ones(4, 5, dtype=dtype)
+    key = SPECS["mm"].key([a.float(), b.float()], {})
+    served.put(key, plan=marker_plan(key))
+    with ak.enabled():
+        y = torch.mm(a, b)
+    assert y.dtype == dtype and torch.equal(y, torch.full((3, 5), 4, dtype=dtype))
+    assert served.hits() == 0
+
+
+def test_mean_and_rstd_saved_in_the_inputs_dtype(served: Served) -> None:
+    """Auxiliary results of a hit have stock's dtype, shape and strides."""
+    weight, bias = torch.randn(D), torch.randn(D)
+    stock = torch.native_layer_norm(X, [D], weight, bias, 1e-5)
+    served.put_call("native_layer_norm", [X, weight, bias], {"normalized_shape": (D,), "eps": 1e-5})
+    with ak.enabled():
+        mine = torch.native_layer_norm(X, [D], weight, bias, 1e-5)
+        half = torch.native_layer_norm(X.bfloat16(), [D], weight, bias, 1e-5)
+    assert served.hits() == 1
+    for a, b in zip(mine, stock, strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+    assert_all_close(mine, stock)
+    for a, b in zip(half, torch.native_layer_norm(X.bfloat16(), [D], weight, bias, 1e-5), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_optional_arguments_change_meaning(served: Served) -> None:
+    """eps and the None-ness of weight and bias are in the key."""
+    weight, bias = torch.randn(D), torch.randn(D)
+    served.put_call("native_layer_norm", [X, weight, bias], {"normalized_shape": (D,), "eps": 1e-5})
+    cases = [(weight, bias, 1e-6), (None, bias, 1e-5), (weight, None, 1e-5), (None, None, 1e-5), (weight, bias, 0.0)]
+    for w, c, eps in cases:
+        stock = torch.nn.functional.layer_norm(X, (D,), w, c, eps)
+        with ak.enabled():
+            assert torch.equal(torch.nn.functional.layer_norm(X, (D,), w, c, eps), stock)
+    assert served.hits() == 0
+
+
+def test_backward_written_in_place_over_a_gradient_still_needed(served: Served) -> None:
+    model = Block()
+    served.put_all(lambda: train_step(model, X))
+    ak.optimize(model)
+    x = X.clone().requires_grad_()
+    y = model(x)
+    gradient = torch.randn(B, D)
+    watched = [gradient, y, x, *model.parameters()]
+    before = [t.detach().clone() for t in watched]
+    y.backward(gradient)
+    assert served.hits("native_layer_norm_backward") == 1
+    for t, copy in zip(watched, before, strict=True):
+        assert torch.equal(t.detach(), copy)
+
+
+def test_more_than_2_to_31_elements_or_offsets() -> None:
+    """Sizes and strides are 64 bits wide in a key: 2**33 is not 0, and does not meet the key of a small tensor."""
+    key = SPECS["_softmax"].key([X], {"dim": 1, "half_to_float": False})
+    large = TensorKey("float32", (1 << 33, 3), (3 << 31, 1), 4)
+    big = msgspec.structs.replace(key, tensors=(large,), outputs=(large,))
+    words = SPECS["_softmax"].encode(big, 2)
+    assert (1 << 33) in words and (3 << 31) in words
+    decoded = SPECS["_softmax"].decode(words, words[1:6])
+    assert decoded.tensors == (large,) and decoded.digest == msgspec.structs.replace(big, outputs=decoded.outputs).digest
+    assert big.digest != key.digest
+
+
+def test_the_router_reads_sizes_beyond_2_to_31_whole() -> None:
+    """2**33 rows in one float of memory; stock refuses the product, after the router has read the layouts."""
+    a = torch.ones(1, 1).expand(1 << 33, 1)
+    with ak.enabled(), pytest.raises(RuntimeError, match="cannot be multiplied"):
+        torch.mm(a, torch.ones(2, 3))
+    missed = [words for words, reason, _ in extension().missed_keys() if reason == "no_record" and (1 << 33) in words]
+    assert [SPECS["mm"].decode(words, ()).tensors[0] for words in missed] == [TensorKey("float32", (1 << 33, 1), (0, 1), 4)]
+
+
+@contextmanager
+def audited() -> Iterator[list[str]]:
+    """The interpreter's audit events of a block: opened files, started processes, sockets."""
+    events: list[str] = []
+    listening = True
+
+    def listen(event: str, arguments: object) -> None:
+        if listening:
+            events.append(event)
+
+    sys.addaudithook(listen)  # cannot be removed again, so it is told to stop
+    try:
+        yield events
+    finally:
+        listening = False
+
+
+def test_stall_of_seconds_on_a_miss_in_a_server(served: Served) -> None:
+    """Hits and misses open nothing, start nothing and ask nobody; what costs time happened when the scope was made."""
+    served.put_call("_softmax", [X], {"dim": 1, "half_to_float": False})
+    model = ak.optimize(torch.nn.Softmax(1))
+    inputs = [X, *(torch.randn(rows, D) for rows in range(20, 30))]
+    with audited() as events:
+        for x in inputs:
+            model(x)
+    slow = ("open", "os.", "subprocess", "socket", "shutil", "tempfile", "import", "ctypes")
+    assert not [event for event in events if event.startswith(slow)]
+    with audited() as events, socket.socket():
+        pass
+    assert events  # the hook itself works
+
+
+def test_right_in_eager_wrong_under_compile(served: Served) -> None:
+    model = Block()
+    served.put_all(lambda: model(X))
+    stock = model(X)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    with ak.enabled():
+        assert_all_close([model(X), compiled(X)], [stock, stock])
+    assert served.hits("_softmax") == 2
