@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 #include <c10/core/ScalarType.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 
@@ -20,16 +21,14 @@ namespace autokern {
 constexpr size_t kMaxTensors = 6;
 
 // What a plain tensor may have in its key set; anything more is a subclass, a wrapper, a lazy view, or another layout.
-inline bool is_plain(const at::Tensor& t) {
-  using c10::DispatchKey;
-  static const uint64_t allowed =
-      (c10::DispatchKeySet(DispatchKey::CPU) | c10::DispatchKeySet(DispatchKey::CUDA) |
-       c10::DispatchKeySet(DispatchKey::AutogradCPU) | c10::DispatchKeySet(DispatchKey::AutogradCUDA) |
-       c10::DispatchKeySet(DispatchKey::AutocastCPU) | c10::DispatchKeySet(DispatchKey::AutocastCUDA) |
-       c10::DispatchKeySet(DispatchKey::ADInplaceOrView))
-          .raw_repr();
-  return (t.key_set().raw_repr() & ~allowed) == 0;
-}
+inline const uint64_t kPlainKeys =
+    (c10::DispatchKeySet(c10::DispatchKey::CPU) | c10::DispatchKeySet(c10::DispatchKey::CUDA) |
+     c10::DispatchKeySet(c10::DispatchKey::AutogradCPU) | c10::DispatchKeySet(c10::DispatchKey::AutogradCUDA) |
+     c10::DispatchKeySet(c10::DispatchKey::AutocastCPU) | c10::DispatchKeySet(c10::DispatchKey::AutocastCUDA) |
+     c10::DispatchKeySet(c10::DispatchKey::ADInplaceOrView))
+        .raw_repr();
+
+inline bool is_plain(const at::Tensor& t) { return (t.key_set().raw_repr() & ~kPlainKeys) == 0; }
 
 inline bool flushes_denormals() {
 #if defined(__x86_64__)
@@ -53,7 +52,14 @@ class Call {
   bool has_out() const { return out_; }
   const at::Tensor& out() const { return *out_; }
   bool needs_grad() const { return needs_grad_; }
-  const std::array<void*, kMaxTensors>& inputs() const { return inputs_; }
+  // Addresses for a plan, null where a tensor is absent.
+  std::array<void*, kMaxTensors> inputs() const {
+    std::array<void*, kMaxTensors> addresses{};
+    for (size_t i = 0; i < std::min(tensor_count_, kMaxTensors); ++i) {
+      addresses[i] = tensors_[i] ? const_cast<void*>(tensors_[i]->const_data_ptr()) : nullptr;
+    }
+    return addresses;
+  }
   size_t input_count() const { return tensor_count_; }
   const at::Tensor& first() const { return *first_; }
 
@@ -67,11 +73,7 @@ class Call {
     if (!admit(t)) {
       return;
     }
-    if (tensor_count_ < kMaxTensors) {
-      ranges_[tensor_count_] = storage_range(t);
-      inputs_[tensor_count_] = const_cast<void*>(t.const_data_ptr());
-    }
-    ++tensor_count_;
+    push(&t);
     key_.tensor(t);
   }
   void add(const std::optional<at::Tensor>& t) {
@@ -147,8 +149,9 @@ class Call {
 
   bool out_overlaps_input() const {
     const Range out = storage_range(*out_);
-    for (size_t i = 0; i < tensor_count_ && i < kMaxTensors; ++i) {
-      if (ranges_[i].begin < out.end && out.begin < ranges_[i].end) {
+    for (size_t i = 0; i < std::min(tensor_count_, kMaxTensors); ++i) {
+      const Range input = tensors_[i] ? storage_range(*tensors_[i]) : Range{};
+      if (input.begin < out.end && out.begin < input.end) {
         return true;
       }
     }
@@ -165,6 +168,13 @@ class Call {
     return {begin, begin + t.storage().nbytes()};
   }
 
+  void push(const at::Tensor* tensor) {
+    if (tensor_count_ < kMaxTensors) {
+      tensors_[tensor_count_] = tensor;
+    }
+    ++tensor_count_;
+  }
+
   void set(Miss reason) {
     if (miss_ == Miss::kNone) {
       miss_ = reason;
@@ -172,10 +182,7 @@ class Call {
   }
 
   void add_absent() {
-    if (tensor_count_ < kMaxTensors) {
-      inputs_[tensor_count_] = nullptr;
-    }
-    ++tensor_count_;
+    push(nullptr);
     key_.word(0);
   }
 
@@ -222,8 +229,7 @@ class Call {
   const at::Tensor* out_ = nullptr;
   size_t tensor_count_ = 0;
   bool needs_grad_ = false;
-  std::array<void*, kMaxTensors> inputs_{};
-  std::array<Range, kMaxTensors> ranges_{};
+  std::array<const at::Tensor*, kMaxTensors> tensors_; // the first tensor_count_ are set
 };
 
 } // namespace autokern

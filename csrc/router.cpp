@@ -210,7 +210,8 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
       outputs.at(i) = results[i].defined() ? results[i].mutable_data_ptr() : nullptr;
     }
     try {
-      kernel.plan.run(call.inputs().data(), outputs.data());
+      const auto inputs = call.inputs();
+      kernel.plan.run(inputs.data(), outputs.data());
     } catch (const LaunchError& error) { // stock writes every output again, and no input was touched
       kernel.quarantine(error.what());
       reason = Miss::kLaunchFailed;

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -345,6 +347,21 @@ def assert_all_close(mine: Sequence[torch.Tensor], stock: Sequence[torch.Tensor]
     assert len(mine) == len(stock)
     for a, b in zip(mine, stock, strict=True):
         torch.testing.assert_close(a, b, atol=2e-5, rtol=2e-4)
+
+
+def in_a_fork(check: Callable[[], None], seconds: int = 60) -> None:
+    """Run `check` in a forked child; it must return in time and not raise."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(seconds)  # a child that hangs is ended by SIGALRM
+        status = 1
+        try:
+            check()
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = os.waitpid(pid, 0)
+    assert status == 0, f"child ended with {status}"
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch_autokern.build import cuda_toolkit
 from torch_autokern.build.box import Limits
 from torch_autokern.build.compile_cuda import compile_cuda, spills_of
 from torch_autokern.build.cuda_source import OWN_HEADERS, TOOLKIT_HEADERS
+from torch_autokern.build.nvrtc_child import without_unused_globals
 from torch_autokern.errors import BuildError, StaticRuleError, ToolchainError
 from torch_autokern.runtime.cubin import read_cubin
 from torch_autokern.runtime.plan import InputArg, KernelStep, LaunchPlan, OutputArg
@@ -136,6 +138,44 @@ ptxas info    : Function properties for b
 ptxas         .     0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
 """
     assert spills_of(log) == {"a": 120, "b": 0}
+
+
+def test_constants_at_namespace_scope_are_no_global_variables() -> None:
+    """NVRTC emits them as such, used or not; state that outlives a launch stays refused beside them."""
+    constants = (
+        "constexpr int N = 4;\nstruct S { static constexpr long long M = 1ll << 40; };\nconstexpr float T[3] = {1, 2, 3};\n"
+    )
+    source = constants + CUDA_SOURCE.replace("* by;", "* by * N + S::M + T[1];")
+    artifact = compile_cuda(cuda(source))
+    assert read_cubin(artifact.binary).global_bytes == 0
+    assert artifact.resources["scale"].spilled_bytes == 0
+    assert compile_cuda(cuda(source)).binary == artifact.binary
+    kept = refusal(constants + "__device__ int calls;\n" + CUDA_SOURCE.replace("* by;", "* by * N + calls++;"))
+    assert "4 bytes of global variables" in kept
+
+
+def test_without_a_linker_such_constants_are_refused_and_plain_kernels_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = cuda_toolkit.find_nvrtc()
+    bare = dataclasses.replace(found, libraries=found.libraries[:2], links=False)
+    monkeypatch.setattr("torch_autokern.build.compile_cuda.find_nvrtc", lambda: bare)
+    assert compile_cuda(cuda()).binary
+    assert "bytes of global variables" in refusal("constexpr int N = 4;\n" + CUDA_SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("line", "stays"),
+    [
+        (".global .align 4 .u32 N = 4;", False),
+        (".global .align 4 .u32 M;", True),
+        (".visible .global .align 8 .b8 A[16] = {1, 0, 0};", False),
+        (".global .align 4 .b8 $str[4] = {1};", False),
+        (".global .align 1 .b8 _ZN4cuda3std3__45valueE = 1;", False),
+    ],
+)
+def test_only_variables_that_nothing_names_are_dropped(line: str, stays: bool) -> None:
+    ptx = f".version 9.0\n{line}\n.visible .entry k()\n{{\n\tld.global.u32 %r2, [M];\n\tret;\n}}\n"
+    assert (line in without_unused_globals(ptx)) is stays
+    assert "ld.global.u32 %r2, [M];" in without_unused_globals(ptx)
 
 
 def test_several_entries_share_a_cubin() -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_kernels import FORWARD_OPS, B, Block, D, Served, assert_all_close, seen
+from tiny_kernels import FORWARD_OPS, B, Block, D, Served, assert_all_close, in_a_fork, seen
 from torch.utils.data import DataLoader, Dataset
 
 import torch_autokern as ak
@@ -22,21 +20,6 @@ from torch_autokern.runtime.extension import extension
 
 X = torch.randn(B, D)
 FORWARD_HITS = {op: {"hit": 1} for op in FORWARD_OPS}
-
-
-def in_a_fork(check: Callable[[], None], seconds: int = 60) -> None:
-    """Run `check` in a forked child; it must return in time and not raise."""
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(seconds)  # a child that hangs is ended by SIGALRM
-        status = 1
-        try:
-            check()
-            status = 0
-        finally:
-            os._exit(status)
-    _, status = os.waitpid(pid, 0)
-    assert status == 0, f"child ended with {status}"
 
 
 def test_fork_after_optimise(block: Block) -> None:

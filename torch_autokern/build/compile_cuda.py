@@ -53,6 +53,8 @@ def compile_cuda(candidate: Candidate, arch: str = "sm_90a", *, allow_weak_box: 
     options = [f"--gpu-architecture={arch}", *_OPTIONS]
     request = {
         "libraries": [str(path) for path in toolkit.libraries],
+        "links": toolkit.links,
+        "arch": arch,
         "options": [*options, *(f"--include-path={path}" for path in toolkit.include)],
         "headers": OWN_HEADERS,
         "source": candidate.source,

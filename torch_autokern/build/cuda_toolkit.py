@@ -17,10 +17,12 @@ _BUILTINS = re.compile(r"libnvrtc-builtins\.so\.(\d+\.\d+)")
 
 @dataclass(frozen=True)
 class Nvrtc:
-    """NVRTC: `libraries` in the order in which they are loaded, `include` folders, the packages that the child imports."""
+    """NVRTC: `libraries` in the order in which they are loaded, `include` folders, the packages that the child imports;
+    `links`: nvJitLink is among the libraries."""
 
     version: str
     libraries: tuple[Path, ...]
+    links: bool
     include: tuple[Path, ...]
     packages: dict[str, Path]
 
@@ -45,7 +47,7 @@ def find_nvrtc() -> Nvrtc:
         raise ToolchainError(f"CUDA C++ needs NVIDIA's bindings to NVRTC (cuda-bindings): {INSTALL}")
     from cuda.pathfinder import locate_nvidia_header_directory
 
-    found = {name: locate_nvidia_header_directory(name) for name in ("nvrtc", "cudart", "cccl")}
+    found = {name: locate_nvidia_header_directory(name) for name in ("nvrtc", "cudart", "cccl", "nvjitlink")}
     places = {name: Path(place.abs_path) for name, place in found.items() if place is not None and place.abs_path}
     if "nvrtc" not in places or "cudart" not in places:
         raise ToolchainError(f"CUDA C++ needs NVRTC and the CUDA headers (nvidia-cuda-nvrtc, nvidia-cuda-runtime): {INSTALL}")
@@ -58,7 +60,9 @@ def find_nvrtc() -> Nvrtc:
     version = match[1] if match else ""
     include = tuple(dict.fromkeys(places[name] for name in ("cudart", "cccl") if name in places))
     packages = {"cuda/bindings": bindings, "cuda/pathfinder": finder}
-    return Nvrtc(version, (builtins[-1], compilers[-1]), include, packages)
+    folders = _library_folders(places["nvjitlink"]) if "nvjitlink" in places else ()
+    linkers = [path for folder in folders for path in sorted(folder.glob("libnvJitLink.so.*"))][:1]
+    return Nvrtc(version, (builtins[-1], compilers[-1], *linkers), bool(linkers), include, packages)
 
 
 def _library_folders(include: Path) -> tuple[Path, ...]:

@@ -1,17 +1,51 @@
 """The program that the box runs to compile CUDA C++: standard input to ``kernel.cubin`` in its working folder.
 
-Standard library and NVIDIA's bindings only. Request: JSON with `libraries` (NVRTC, then its built-ins; loaded by path so that
-no search path matters), `options`, `headers` (names with their texts) and `source`. Answer: JSON with `version` and `log`.
+Standard library and NVIDIA's bindings only. Request: JSON with `libraries` (NVRTC's built-ins, NVRTC, and nvJitLink where it is
+installed; loaded by path so that no search path matters), `arch`, `options`, `headers` (names with their texts) and `source`.
+Answer: JSON with `version` and `log`.
+
+NVRTC emits every constant at namespace scope as a global variable, used or not (13.0), and no rule could then tell
+``constexpr int N = 4`` from state that outlives a launch. So variables that nothing names are dropped from the PTX, and what is
+left is assembled by nvJitLink.
 """
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import json
+import re
 import sys
 from pathlib import Path
 
 MAX_LOG = 1 << 16
+_WORD = re.compile(r"[A-Za-z_$%][\w$]*")
+_GLOBAL = re.compile(
+    r"^(?:\.(?:visible|weak) )?\.global\b[^;={]*?([A-Za-z_$][\w$]*)(?:\[\d*\])?\s*(?:=[^;]*)?;\n", re.MULTILINE
+)
+
+
+def without_unused_globals(ptx: str) -> str:
+    """PTX without the global variables whose names stand nowhere else in it."""
+    uses = collections.Counter(_WORD.findall(ptx))
+    # Once is enough: a variable that only another one's initialiser names stays, and the cubin is refused for it.
+    return _GLOBAL.sub(lambda found: "" if uses[found[1]] == 1 else found[0], ptx)
+
+
+def assemble(ptx: str, arch: str) -> tuple[bytes, str]:
+    """(cubin, log) of nvJitLink."""
+    from cuda.bindings import nvjitlink
+
+    options = [f"-arch={arch}", "-verbose", "-Xptxas=-v"]
+    linker = nvjitlink.create(len(options), options)
+    text = ptx.encode()
+    nvjitlink.add_data(linker, nvjitlink.InputType.PTX, text, len(text), "kernel.ptx")
+    nvjitlink.complete(linker)
+    cubin = bytearray(nvjitlink.get_linked_cubin_size(linker))
+    nvjitlink.get_linked_cubin(linker, cubin)
+    log = bytearray(nvjitlink.get_info_log_size(linker))
+    nvjitlink.get_info_log(linker, log)
+    return bytes(cubin), log.decode(errors="replace")
 
 
 def main() -> int:
@@ -42,6 +76,12 @@ def main() -> int:
         return 1
     cubin = b" " * int(checked(nvrtc.nvrtcGetCUBINSize(program)))  # type: ignore[call-overload]
     checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    raw = b" " * int(checked(nvrtc.nvrtcGetPTXSize(program)))  # type: ignore[call-overload]
+    checked(nvrtc.nvrtcGetPTX(program, raw))
+    ptx = raw.rstrip(b"\0").decode()
+    needed = without_unused_globals(ptx)
+    if needed != ptx and request["links"]:
+        cubin, words = assemble(needed, request["arch"])
     Path("kernel.cubin").write_bytes(cubin)
     version = checked(nvrtc.nvrtcVersion())
     json.dump({"version": version, "log": words[-MAX_LOG:]}, sys.stdout)

@@ -10,6 +10,8 @@ import tempfile
 import time
 from collections.abc import Iterator
 
+import torch
+
 from torch_autokern.errors import JudgeError
 from torch_autokern.judge import protocol
 from torch_autokern.judge.outcome import Reason, Refusal
@@ -76,6 +78,11 @@ class RunnerProcess:
             return message.refusal
         if not isinstance(message, Ready):
             raise JudgeError(f"the runner ended while starting: {self._last_words()}")
+        ours = torch.backends.cpu.get_cpu_capability()
+        if message.instructions != ours:
+            raise JudgeError(
+                f"stock runs with {message.instructions} in the runner and with {ours} here: it would be no baseline"
+            )
         self.box_level = message.box_level
         return None
 

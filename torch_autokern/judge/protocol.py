@@ -47,9 +47,10 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """The runner is in its box."""
+    """The runner is in its box; `instructions` is the vector level that stock runs with there ("AVX512")."""
 
     box_level: str
+    instructions: str
 
 
 class Entering(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="entering"):

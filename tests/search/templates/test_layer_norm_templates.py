@@ -77,8 +77,8 @@ def test_streaming_stores_are_right_without_alignment() -> None:
     key, parameters = make_key((3, 1003), 1, True, True, 1e-5)
     layout = norm_layout(key)
     assert layout is not None
-    check(rows(layout, 32, 8, True), key, parameters)
-    check(split(layout, 32, 4, 256, True), key, parameters)
+    check(rows(layout, 32, 8, True, True), key, parameters)
+    check(split(layout, 32, 4, 256, True, True), key, parameters)
 
 
 def test_a_constant_row_gives_exactly_the_bias_and_its_value_as_mean() -> None:
@@ -90,6 +90,16 @@ def test_a_constant_row_gives_exactly_the_bias_and_its_value_as_mean() -> None:
     assert torch.equal(y, parameters[1].expand(4, -1))
     assert torch.equal(mean, x[:, :1])
     assert torch.allclose(rstd, torch.tensor(1e-5).rsqrt(), rtol=1e-6)
+
+
+def test_a_row_whose_start_says_nothing_of_its_rest_keeps_its_variance() -> None:
+    # The mean of the first 1024 elements stands in for the row's: here it is a thousand standard deviations off.
+    key, parameters = make_key((4, 5000), 1, True, True, 1e-5)
+    x = torch.randn(4, 5000)
+    x[:, :1024] += 1000
+    x[2:, :1024] *= 1e6
+    results = run(propose(key, local_target())[0], key, [x, *parameters])
+    assert wrong(key, [x, *parameters], key.scalars, results) == []
 
 
 def test_rows_of_other_strides_share_mean_and_rstd_layout() -> None:

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from torch_autokern.build.candidate import Candidate
-from torch_autokern.search.templates import layer_norm_rows, layer_norm_split, softmax_columns, softmax_rows, softmax_split
+from torch_autokern.search.templates import (
+    layer_norm_cuda,
+    layer_norm_rows,
+    layer_norm_split,
+    softmax_columns,
+    softmax_cuda,
+    softmax_rows,
+    softmax_split,
+)
 from torch_autokern.store.key import KernelKey, Target
 
 MAX_CANDIDATES = 10
@@ -15,6 +23,8 @@ _TEMPLATES = (
     softmax_split.propose,
     softmax_rows.propose,
     softmax_columns.propose,
+    layer_norm_cuda.propose,
+    softmax_cuda.propose,
 )
 
 

@@ -21,8 +21,10 @@ VECTOR_BYTES = 16
 CUDA_TYPES = {"float32": "float", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 MAX_GRID = 2**31 - 1
-# Data registers a thread: above this the compiler spills at 1024 threads a block, which have 64 registers each.
+# Pieces a thread: above this the compiler spills at 1024 threads a block, which have 64 registers each; rows at any address
+# need more registers for their edges.
 MAX_VECTORS = 8
+_MAX_UNALIGNED_VECTORS = {1024: 4}
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,9 @@ def teams_for(shape: RowShape, rows: int, processors: int = 132) -> list[Team]:
     for cluster in (2, 4, 8, 16):
         for threads in (256, 512, 1024):
             found.append(Team(threads, threads, -(-shape.pieces // (cluster * threads)), cluster))
-    fitting = [team for team in found if team.vectors <= MAX_VECTORS and team.grid(rows) <= MAX_GRID]
+    most = {} if shape.aligned else _MAX_UNALIGNED_VECTORS
+    held = [team for team in found if team.vectors <= most.get(team.threads, MAX_VECTORS)]
+    fitting = [team for team in held if team.grid(rows) <= MAX_GRID]
     return sorted(fitting, key=lambda team: _guess(team, shape, rows, processors))
 
 
@@ -91,7 +95,7 @@ def _guess(team: Team, shape: RowShape, rows: int, processors: int) -> float:
     held = team.size * team.cluster * team.vectors
     waste = held / shape.pieces
     blocks = team.grid(rows)
-    # Below one wave every processor that idles costs its share; a cluster's barrier costs, and only pays when it fills the chip.
+    # Below one wave every processor that idles costs its share. A cluster's barrier costs, and pays when it fills the chip.
     idle = max(1.0, processors / blocks)
     exchange = 1.0 + 0.04 * math.log2(team.size) + (0.25 + 0.05 * math.log2(team.cluster) if team.cluster > 1 else 0.0)
     in_flight = 1.0 + 0.08 * abs(math.log2(team.vectors / 4))

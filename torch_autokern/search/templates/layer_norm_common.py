@@ -1,9 +1,10 @@
 """What both LayerNorm templates share: the layout of a call, and the C++ for moments and for applying them.
 
 Variance is two-pass and corrected (Chan, Golub, LeVeque 1983, eq. 1.7): with any m0 near the mean and d = x - m0,
-``mean = m0 + sum d / n`` and ``M2 = sum d^2 - (sum d)^2 / n``. Constant rows come out with a variance of exactly 0 although m0
-carries the rounding of a plain sum. Mean and rstd are applied in two parts each (the float nearest to them, and the rest), so
-that a large offset costs no accuracy and the rounding of rstd does not tilt a whole row. Rows that float cannot carry
+``mean = m0 + sum d / n`` and ``M2 = sum d^2 - (sum d)^2 / n``. In long rows the mean of the first elements serves as m0, unless
+the correction turns out to be more than a quarter of the sum of squares. Constant rows come out with a variance of exactly 0
+although m0 carries the rounding of a plain sum. Mean and rstd are applied in two parts each (the float nearest to them, and the
+rest), so that a large offset costs no accuracy and the rounding of rstd does not tilt a whole row. Rows that float cannot carry
 (overflow, underflow without eps, NaN, infinities) are redone in double.
 """
 
@@ -150,8 +151,7 @@ AK_INLINE moments merge(moments a, int64_t count, moments b, int64_t n) {
   const double share = (double)n / (double)(count + n), d = b.mean - a.mean;
   return {a.mean + d * share, a.m2 + b.m2 + d * d * (double)count * share};
 }
-// One pass where it can: the mean of the first HEAD elements stands in for m0, and where the rest lies too far from it, the rest
-// gets its own.
+// One pass where it can: the mean of the first HEAD elements stands in for m0; a rest that lies too far from it gets its own.
 constexpr int64_t HEAD = 1024, SEGMENT = 32768;
 template <int64_t N>
 AK_INLINE moments moments_of_segment(const float* x) {
@@ -232,7 +232,8 @@ AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, s
 def norm_code(layout: NormLayout, unroll: int, stream: bool, prefetch: bool) -> str:
     """C++ text (inside the anonymous namespace) with `moments_of<N>`, `statistics_of` and `apply<N>` for one layout."""
     values = {
-        "D": layout.length, "EPS": repr(layout.eps), "U": unroll, "STREAM": str(stream).lower(), "PREFETCH": str(prefetch).lower(),
+        "D": layout.length, "EPS": repr(layout.eps), "U": unroll, "STREAM": str(stream).lower(),
+        "PREFETCH": str(prefetch).lower(),
         "WEIGHT": str(layout.has_weight).lower(), "BIAS": str(layout.has_bias).lower(),
         "X": offset(layout.outer, 0, "row"), "MEAN": offset(layout.outer, 1, "row"),
         "RSTD": offset(layout.outer, 2, "row"), "Y": offset(layout.outer, 3, "row"),

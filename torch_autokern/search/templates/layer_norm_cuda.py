@@ -2,8 +2,8 @@
 written once. `split`: few long rows are shared by many blocks in two launches, the second reads its chunk from L2 again.
 
 The variance is two-pass and corrected (Chan, Golub, LeVeque 1983, eq. 1.7): with m0 near the mean and d = x - m0,
-``mean = m0 + sum d / n`` and ``var = sum d^2 / n - (sum d / n)^2``; chunks are merged as in their eq. 2.1, in double. Sums carry
-1 / n inside, so that a row of large numbers does not overflow where its mean does not. rstd is `rsqrtf` and one step of
+``mean = m0 + sum d / n`` and ``var = sum d^2 / n - (sum d / n)^2``; chunks are merged as in their eq. 2.1, in double. Sums
+carry 1 / n inside, so that a row of large numbers does not overflow where its mean does not. rstd is `rsqrtf` and one step of
 Newton's iteration.
 """
 
@@ -160,7 +160,8 @@ layer_norm("""
 _SPLIT = (
     """INLINE int64_t count_of(int64_t chunk, int shift) {
   const int64_t begin = chunk * TEAM * V * E - shift, end = begin + int64_t(TEAM) * V * E;
-  return (end < D ? end : D) - (begin > 0 ? begin : 0);
+  const int64_t count = (end < D ? end : D) - (begin > 0 ? begin : 0);
+  return count > 0 ? count : 0;  // the last piece of a row that starts on 16 bytes after all
 }
 extern "C" __global__ void __launch_bounds__(THREADS) measure(const T* __restrict__ x, float4* __restrict__ parts) {
   __shared__ float slots[3][WARPS];
@@ -169,7 +170,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) measure(const T* __restric
   p.shift = misalignment(x);
   pieces<T> v[V];
   load_row(p, x, nothing(), v);
-  const float count = float(count_of(blockIdx.x % CHUNKS, p.shift)), scale = 1.0f / count;
+  const float count = float(count_of(blockIdx.x % CHUNKS, p.shift)), scale = 1.0f / fmaxf(count, 1.0f);
   float m0[1] = {part_of_mean(v, scale)};
   reduce<total, 1, true>(p, m0, slots[0]);
   float sums[2];
@@ -300,12 +301,8 @@ def rows(layout: _Layout, team: Team, streaming: bool) -> Candidate:
 def split(layout: _Layout, threads: int, vectors: int, programmatic: bool) -> Candidate | None:
     """Chunks of `threads * vectors` pieces; `programmatic`: the second launch loads its chunk while the first still runs."""
     chunks = -(-layout.shape.pieces // (threads * vectors))
-    # Every chunk must hold an element wherever the row starts.
-    holds = (chunks - 1) * threads * vectors * layout.shape.elements - (
-        0 if layout.shape.aligned else layout.shape.elements - 1
-    )
     blocks = layout.rows * chunks
-    if chunks < 2 or blocks > MAX_GRID or (not layout.shape.aligned and holds + layout.shape.elements > layout.shape.length):
+    if chunks < 2 or blocks > MAX_GRID:
         return None
     team = Team(threads, threads, vectors)
     body = _SPLIT.replace("@WAIT@", 'asm volatile("griddepcontrol.wait;" ::: "memory");' if programmatic else "")

@@ -2,7 +2,7 @@
 maximum and the sum of its exponentials are found by its team of threads (`cuda_rows`), and it is written once.
 
 `split`: few long rows are shared by many blocks in two launches; the first leaves each chunk's maximum and sum, the second
-merges them (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax") and writes; the chunk comes from L2 again.
+merges them (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax") and writes; the chunk comes from L2.
 float32 uses `expf` and a quotient corrected by one step of Newton's iteration, so that it rounds as a division; half types use
 `ex2.approx`, whose relative error of 2^-22 disappears in their rounding.
 """
