@@ -37,6 +37,7 @@ def test_all_cuda_keys_are_covered_and_given_back() -> None:
         rows = [row for row in extension().installed_overloads() if row.device == "CUDA"]
         assert len(rows) == 18
         assert all(row.installed and row.on_top for row in rows)
+    autokern.disable()
     assert not any(row.installed for row in extension().installed_overloads())
 
 

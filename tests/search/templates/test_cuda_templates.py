@@ -226,8 +226,9 @@ def scales_of(
     op: str, truths: tuple[torch.Tensor, ...], tensors: list[torch.Tensor | None], scalars: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
     if op != "native_layer_norm":
-        # Half of the smallest subnormal number of the type is as close as any result can be.
-        return (SPECS[op].scale(truths, tensors, scalars)[0].clamp_min(1e-4 if truths[0].min() < 1e-4 else 0),)
+        # Below the smallest normal number of the type no result has all its digits, stock's neither.
+        assert tensors[0] is not None
+        return (SPECS[op].scale(truths, tensors, scalars)[0].clamp_min(torch.finfo(tensors[0].dtype).tiny),)
     weight, bias = tensors[1:]
     of_y = torch.ones_like(truths[0])
     if weight is not None and bias is not None:

@@ -230,7 +230,7 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     teams = [team for team in teams_for(layout.shape, layout.rows) if hopper or team.cluster == 1]
     found = [rows(layout, team, layout.streaming) for team in teams[:6]]
     if layout.shape.pieces >= 2048 and layout.rows < 512:
-        options = ((256, 4, hopper), (512, 4, hopper), (1024, 8, hopper), (512, 8, False))
+        options = ((256, 4, hopper), (512, 4, hopper), (512, 8, hopper), (256, 8, False))
         chunked = [split(layout, *option) for option in options]
         few = [candidate for candidate in chunked if candidate is not None]
         # A cluster is at most 16 blocks: with fewer rows than a tenth of the chip's processors only chunks fill it.
