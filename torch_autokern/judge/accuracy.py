@@ -115,12 +115,12 @@ def limits_for(task: Task, output: int, family: Family, elements: int, stock: Se
     assert layout is not None
     stock_rms, stock_largest = max(p.rms for p in stock), max(p.largest for p in stock)
     if task.accuracy.kind == "tolerance":
-        return Limits(_HUGE, 1.0, stock_rms, stock_largest)
+        return Limits(1.0, 1.0, stock_rms, stock_largest)
     floor = 4 * unit_roundoff(layout.dtype)
-    rms = max(RMS_FACTOR * stock_rms, floor, ulp.rms)
+    largest = max(MAX_FACTOR * stock_largest, floor, ulp.largest)
     if elements < MIN_ELEMENTS_FOR_RMS:
-        rms = _HUGE
-    return Limits(rms, max(MAX_FACTOR * stock_largest, floor, ulp.largest), stock_rms, stock_largest)
+        return Limits(largest, largest, stock_rms, stock_largest)  # the mean square says no more than the largest
+    return Limits(max(RMS_FACTOR * stock_rms, floor, ulp.rms), largest, stock_rms, stock_largest)
 
 
 def evaluate(

@@ -114,26 +114,25 @@ AK_INLINE vf join(vf* s) {
 }
 constexpr int64_t SHORT_SUM = 16;
 template <int64_t N>
-AK_INLINE void add_distances(const float* x, vf m0, vf& t1, vf& t2) {
+AK_INLINE void add_distances(const float* x, vf m0, double& s1, double& s2) {
   vf d1[U] = {}, d2[U] = {};
   each<N>(x, m0, [&](int u, vf v) __attribute__((always_inline)) {
     const vf d = v - m0;
     d1[u] += d;
     d2[u] += d * d;
   });
-  t1 += join(d1);
-  t2 += join(d2);
+  s1 += (double)ak_reduce(join(d1), ak_op_sum{});
+  s2 += (double)ak_reduce(join(d2), ak_op_sum{});
 }
 // Moments from the sums of distances from m0; `good` tells whether float carried them. The correction may take a quarter of the
 // sum of squares: the roundings of that sum then weigh at most 4/3 of what they would with m0 at the mean.
 template <int64_t N>
 AK_INLINE moments moments_near(const float* x, vf m0, bool& good) {
-  // Sums of at most SHORT_SUM terms, added up: beside an outlier the roundings of a longer chain all point the same way.
+  // Float sums of at most SHORT_SUM terms, added up in double: beside an outlier a longer chain's roundings point the same way.
   constexpr int64_t PIECE = SHORT_SUM * U * L, PIECES = N > PIECE ? (N - 1) / PIECE : 0;
-  vf t1 = {}, t2 = {};
-  for (int64_t piece = 0; piece < PIECES; piece++) add_distances<PIECE>(x + piece * PIECE, m0, t1, t2);
-  add_distances<N - PIECES * PIECE>(x + PIECES * PIECE, m0, t1, t2);
-  const double s1 = (double)ak_reduce(t1, ak_op_sum{}), s2 = (double)ak_reduce(t2, ak_op_sum{});
+  double s1 = 0, s2 = 0;
+  for (int64_t piece = 0; piece < PIECES; piece++) add_distances<PIECE>(x + piece * PIECE, m0, s1, s2);
+  add_distances<N - PIECES * PIECE>(x + PIECES * PIECE, m0, s1, s2);
   const double shift = s1 * (1.0 / (double)N), correction = s1 * shift, m2 = s2 - correction;
   good = s2 < 1e37 && correction <= 0.25 * s2 && (EPS >= 1e-20 || m2 > 1e-25);
   return {(double)m0[0] + shift, m2 > 0 ? m2 : 0};

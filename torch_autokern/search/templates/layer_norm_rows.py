@@ -43,9 +43,9 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
         return []
     big = 4 * layout.length * layout.rows > STREAM_BYTES
     wide, narrow = vector_widths(target)[0], vector_widths(target)[-1]
-    shapes = [(wide, 4, True), (narrow, 8, True), (wide, 8, True), (wide, 4, False), (narrow, 8, False)]
-    return [
-        rows(layout, width, unroll, stream, early)
-        for stream in ((True, False) if big else (False,))
-        for width, unroll, early in shapes
-    ]
+    shapes = dict.fromkeys([(narrow, 8, False), (wide, 4, False), (wide, 8, True), (narrow, 8, True), (wide, 4, True)])
+    if not big:
+        return [rows(layout, wide, 4, False, False)] + [
+            rows(layout, *s[:2], False, s[2]) for s in shapes if s != (wide, 4, False)
+        ]
+    return [rows(layout, width, unroll, stream, early) for stream in (True, False) for width, unroll, early in shapes]
