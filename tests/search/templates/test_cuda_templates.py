@@ -297,8 +297,9 @@ def test_norm_of_few_long_rows_on_a_gpu(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize(("dtype", "length"), [("float16", 1000), ("float16", 4096), ("float16", 77), ("float16", 131072)]  # ATen converts half only)
+@pytest.mark.parametrize(("dtype", "length"), [("float16", 1000), ("float16", 4096), ("float16", 77), ("float16", 131072)])
 def test_half_rows_with_float_results_on_a_gpu(dtype: str, length: int) -> None:
+    # ATen converts half only, not bfloat16.
     needs_nvrtc()
     x = torch.randn(37, length, device="cuda").to(getattr(torch, dtype))
     scalars: dict[str, Any] = {"dim": 1, "half_to_float": True}
