@@ -1,6 +1,6 @@
 /* {"op": "_softmax", "sizes": [96, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": null,
     "steps": [{"entry": "softmax_rows", "range": 96, "grain": 4, "args": ["x", "y"]}],
-    "idea": "one row at a time: largest element, sum of exponentials in eight partial sums, scale"} */
+    "idea": "one row at a time: largest element, sum of exponentials in double (eight sums in float are less accurate than stock), scale"} */
 #include <cmath>
 #include <cstdint>
 
@@ -16,13 +16,13 @@ extern "C" void softmax_rows(int64_t begin, int64_t end, void* const* pointers) 
     for (int64_t i = 0; i < N; ++i) {
       top = (in[i] > top || in[i] != in[i]) ? in[i] : top;  // a NaN stays: nothing is larger than it
     }
-    float partial[8] = {};
+    double partial[32] = {};
     for (int64_t i = 0; i < N; ++i) {
       out[i] = std::exp(in[i] - top);
-      partial[i % 8] += out[i];
+      partial[i % 32] += out[i];
     }
-    float sum = 0;
-    for (float p : partial) sum += p;
-    for (int64_t i = 0; i < N; ++i) out[i] /= sum;
+    double sum = 0;
+    for (double p : partial) sum += p;
+    for (int64_t i = 0; i < N; ++i) out[i] = static_cast<float>(out[i] / sum);
   }
 }

@@ -74,11 +74,12 @@ def test_every_candidate_is_right_on_every_family(
 
 def test_streaming_stores_are_right_without_alignment() -> None:
     # Proposed only for outputs beyond the cache; here on shapes small enough to test.
-    key, parameters = make_key((3, 1003), 1, True, True, 1e-5)
+    key, parameters = make_key((3, 1008), 1, True, True, 1e-5)
     layout = norm_layout(key)
     assert layout is not None
     check(rows(layout, 32, 8, True, True), key, parameters)
-    check(split(layout, 32, 4, 256, True, True), key, parameters)
+    check(split(layout, 32, 4, 256, 1, True, True), key, parameters)
+    check(split(layout, 32, 4, 256, 2, True, True), key, parameters)  # of three rows, one is left
 
 
 def test_a_constant_row_gives_exactly_the_bias_and_its_value_as_mean() -> None:

@@ -91,6 +91,7 @@ __attribute__((noinline, cold)) moments moments_in_double(const float* x, int64_
   double sum = 0, d1 = 0, d2 = 0;
   for (int64_t i = 0; i < n; i++) sum += (double)x[i];
   const double mean = sum / (double)n;
+  if (!(mean - mean == 0)) return {mean, mean - mean};  // infinite or NaN: the mean is what it is, the variance NaN
   for (int64_t i = 0; i < n; i++) {
     const double d = (double)x[i] - mean;
     d1 += d;
@@ -148,6 +149,7 @@ AK_INLINE moments moments_of(const float* x) {
 // Merges the moments of N elements into those of `count` (Chan, Golub, LeVeque 1983, eq. 2.1).
 AK_INLINE moments merge(moments a, int64_t count, moments b, int64_t n) {
   const double share = (double)n / (double)(count + n), d = b.mean - a.mean;
+  if (!(d - d == 0)) return {a.mean + b.mean, d - d};
   return {a.mean + d * share, a.m2 + b.m2 + d * d * (double)count * share};
 }
 // One pass where it can: the mean of the first HEAD elements stands in for m0; a rest that lies too far from it gets its own.
@@ -186,26 +188,35 @@ __attribute__((noinline, cold)) void apply_in_double(const float* x, const float
     y[i] = (float)v;
   }
 }
+// What normalises a row: mean and rstd in two parts each.
+struct line {
+  vf high, rstd, rstd_low, low;
+  AK_INLINE_MEMBER vf at(vf x) const {
+    const vf d = x - high;
+    return d * rstd + (d * rstd_low + low);
+  }
+};
+AK_INLINE line line_of(statistics s) {
+  const float high = (float)s.mean, rstd = (float)s.rstd;
+  return {ak_splat(high), ak_splat(rstd), ak_splat((float)(s.rstd - (double)rstd)),
+          ak_splat((float)(((double)high - s.mean) * s.rstd))};
+}
+AK_INLINE vf affine(vf v, vf w, vf b) {
+  if (HAS_WEIGHT && HAS_BIAS) return v * w + b;
+  if (HAS_WEIGHT) return v * w;
+  return HAS_BIAS ? v + b : v;
+}
 // `next` is what will be read after this: its lines are fetched while this is written.
 template <int64_t N>
 AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, statistics s, const float* next) {
   if (!s.fits_float()) return apply_in_double(x, w, b, y, N, s);
   constexpr int64_t WHOLE = N / (U * L) * (U * L), VECTORS = N / L * L;
   constexpr int TAIL = N % L, PART = TAIL ? TAIL : 1;
-  const float high_part = (float)s.mean;
-  const vf high = ak_splat(high_part), rstd = ak_splat((float)s.rstd);
-  const vf low = ak_splat((float)(((double)high_part - s.mean) * s.rstd));
-  const vf rstd_low = ak_splat((float)(s.rstd - (double)(float)s.rstd));
-  auto normalised = [&](vf v) __attribute__((always_inline)) {
-    const vf d = v - high;
-    return d * rstd + (d * rstd_low + low);
-  };
+  const line f = line_of(s);
   auto at = [&](int64_t i) __attribute__((always_inline)) {
     if (PREFETCH) __builtin_prefetch(next + i, 0, 2);
-    vf v = normalised(ak_load(x + i));
-    if (HAS_WEIGHT && HAS_BIAS) return v * ak_load(w + i) + ak_load(b + i);
-    if (HAS_WEIGHT) return v * ak_load(w + i);
-    return HAS_BIAS ? v + ak_load(b + i) : v;
+    vf v = f.at(ak_load(x + i));
+    return affine(v, HAS_WEIGHT ? ak_load(w + i) : vf{}, HAS_BIAS ? ak_load(b + i) : vf{});
   };
   if (STREAM && VECTORS) {
     // The first and the last vector are stored unaligned; what lies between starts at a vector boundary.
@@ -219,10 +230,10 @@ AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, s
     AK_UNROLL for (int u = 0; u < U; u++) ak_store(y + i + u * L, at(i + u * L));
   AK_UNROLL for (int u = 0; u < (int)((VECTORS - WHOLE) / L); u++) ak_store(y + WHOLE + u * L, at(WHOLE + u * L));
   if (TAIL) {
-    vf v = normalised(ak_load_part<PART>(x + VECTORS, vf{}));
-    if (HAS_WEIGHT) v = v * ak_load_part<PART>(w + VECTORS, vf{});
-    if (HAS_BIAS) v = v + ak_load_part<PART>(b + VECTORS, vf{});
-    ak_store_part<PART>(y + VECTORS, v);
+    vf v = f.at(ak_load_part<PART>(x + VECTORS, vf{}));
+    const vf wv = HAS_WEIGHT ? ak_load_part<PART>(w + VECTORS, vf{}) : vf{};
+    const vf bv = HAS_BIAS ? ak_load_part<PART>(b + VECTORS, vf{}) : vf{};
+    ak_store_part<PART>(y + VECTORS, affine(v, wv, bv));
   }
 }
 """

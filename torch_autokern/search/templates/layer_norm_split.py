@@ -1,8 +1,9 @@
 """LayerNorm over long rows: all threads share each row, and each piece of weight and bias is read once for all rows.
 
 Rows are cut into chunks. The first step finds each chunk's mean and M2 (both passes over a chunk find it in cache), the second
-merges them in index order in double, the third applies: chunk by chunk, and within a chunk row by row, because weight and bias
-are as long as a row (16.8 MB each for the published shape (16, 64, 256, 256)) and would otherwise be read again for every row.
+merges them in index order in double, the third applies: chunk by chunk, and within a chunk a few rows at a time, because weight
+and bias are as long as a row (16.8 MB each for the published shape (16, 64, 256, 256)) and would otherwise be read again for
+every row. Rows side by side also give the memory several streams at once: 34 ms against 27 on one thread for that shape.
 """
 
 from __future__ import annotations
@@ -30,6 +31,43 @@ constexpr int64_t ROWS = @ROWS@;
 constexpr int64_t CHUNK = @CHUNK@;
 constexpr int64_t CHUNKS = (D + CHUNK - 1) / CHUNK;
 constexpr int64_t LAST = D - (CHUNKS - 1) * CHUNK;
+constexpr int TOGETHER = @TOGETHER@;
+constexpr int64_t GROUPS = (ROWS + TOGETHER - 1) / TOGETHER;
+// One chunk of TOGETHER rows side by side: weight and bias are loaded once for all, and memory sees several streams.
+template <int64_t N>
+AK_INLINE void apply_together(const float* x, const float* w, const float* b, float* y, const statistics* s, int64_t first,
+                              const float* next) {
+  bool plain = STREAM && N >= L;
+  const float* in[TOGETHER];
+  float* out[TOGETHER];
+  line f[TOGETHER];
+  AK_UNROLL for (int r = 0; r < TOGETHER; r++) {
+    const int64_t row = first + r < ROWS ? first + r : ROWS - 1;
+    in[r] = x + x_offset(row);
+    out[r] = y + y_offset(row);
+    f[r] = line_of(s[row]);
+    plain = plain && s[row].fits_float() && first + r < ROWS && ((uintptr_t)out[r] - (uintptr_t)out[0]) % WIDTH == 0;
+  }
+  if (!plain) {
+    for (int64_t row = first; row < first + TOGETHER && row < ROWS; row++)
+      apply<N>(x + x_offset(row), w, b, y + y_offset(row), s[row], next + x_offset(row));
+    return;
+  }
+  auto at = [&](int r, int64_t i, vf wv, vf bv) __attribute__((always_inline)) {
+    return affine(f[r].at(ak_load(in[r] + i)), wv, bv);
+  };
+  auto weight = [&](int64_t i) __attribute__((always_inline)) { return HAS_WEIGHT ? ak_load(w + i) : vf{}; };
+  auto bias = [&](int64_t i) __attribute__((always_inline)) { return HAS_BIAS ? ak_load(b + i) : vf{}; };
+  AK_UNROLL for (int r = 0; r < TOGETHER; r++) ak_store(out[r], at(r, 0, weight(0), bias(0)));
+  for (int64_t i = (int64_t)((0 - (uintptr_t)out[0] / 4) % L); i + L <= N; i += L) {
+    const vf wv = weight(i), bv = bias(i);
+    AK_UNROLL for (int r = 0; r < TOGETHER; r++) {
+      if (PREFETCH) __builtin_prefetch(next + (in[r] - x) + i, 0, 2);
+      ak_stream(out[r] + i, at(r, i, wv, bv));
+    }
+  }
+  AK_UNROLL for (int r = 0; r < TOGETHER; r++) ak_store(out[r] + N - L, at(r, N - L, weight(N - L), bias(N - L)));
+}
 """
 
 _STATISTICS = """  moments* parts = (moments*)pointers[6];
@@ -51,26 +89,29 @@ _MERGE = """  const moments* parts = (const moments*)pointers[6];
 """
 _APPLY = """  const statistics* rows = (const statistics*)pointers[7];
   for (int64_t i = begin; i < end; i++) {
-    const int64_t row = i % ROWS, at = i / ROWS * CHUNK, after = i + 1 < end ? i + 1 : i;
-    const float* next = (const float*)pointers[0] + x_offset(after % ROWS) + after / ROWS * CHUNK;
-    const float* x = (const float*)pointers[0] + x_offset(row) + at;
+    const int64_t first = i % GROUPS * TOGETHER, at = i / GROUPS * CHUNK, after = i + 1 < end ? i + 1 : i;
+    const float* x = (const float*)pointers[0] + at;
     const float* w = HAS_WEIGHT ? (const float*)pointers[1] + at : nullptr;
     const float* b = HAS_BIAS ? (const float*)pointers[2] + at : nullptr;
-    float* y = (float*)pointers[3] + y_offset(row) + at;
-    if (at == (CHUNKS - 1) * CHUNK) apply<LAST>(x, w, b, y, rows[row], next);
-    else apply<CHUNK>(x, w, b, y, rows[row], next);
+    float* y = (float*)pointers[3] + at;
+    // The group after this one, seen from where this one's offsets lead.
+    const int64_t step = x_offset(after % GROUPS * TOGETHER) - x_offset(first);
+    const float* next = (const float*)pointers[0] + after / GROUPS * CHUNK + step;
+    if (at == (CHUNKS - 1) * CHUNK) apply_together<LAST>(x, w, b, y, rows, first, next);
+    else apply_together<CHUNK>(x, w, b, y, rows, first, next);
   }
   if (STREAM) ak_stream_fence();
 """
 
 
-def split(layout: NormLayout, width: int, unroll: int, chunk: int, stream: bool, prefetch: bool) -> Candidate:
+def split(layout: NormLayout, width: int, unroll: int, chunk: int, together: int, stream: bool, prefetch: bool) -> Candidate:
     """Chunks of `chunk` elements, `unroll` independent sums.
 
-    `stream`: results bypass the cache. `prefetch`: fetch the next chunk while this one is written.
+    `together`: rows written side by side. `stream`: results bypass the cache. `prefetch`: fetch the next chunk while this one
+    is written.
     """
     rows, chunks = layout.rows, -(-layout.length // chunk)
-    body = _BODY.replace("@CHUNK@", str(chunk)).replace("@ROWS@", str(rows))
+    body = _BODY.replace("@CHUNK@", str(chunk)).replace("@ROWS@", str(rows)).replace("@TOGETHER@", str(together))
     source = prelude(width) + norm_code(layout, unroll, stream, prefetch) + body + END
     source += entry("measure_chunks", _STATISTICS) + entry("merge_rows", _MERGE) + entry("apply_chunks", _APPLY)
     args = (*layout.args, WorkspaceArg("parts"), WorkspaceArg("rows"))
@@ -78,11 +119,11 @@ def split(layout: NormLayout, width: int, unroll: int, chunk: int, stream: bool,
     steps = (
         CpuStep("measure_chunks", rows * chunks, grain, args),
         CpuStep("merge_rows", rows, grain_of(8 * chunks), args),
-        CpuStep("apply_chunks", rows * chunks, grain, args),
+        CpuStep("apply_chunks", -(-rows // together) * chunks, grain_of(together * min(chunk, layout.length)), args),
     )
     plan = LaunchPlan(PLAN_VERSION, steps, (Workspace("parts", rows * chunks * 16), Workspace("rows", rows * 16)))
     idea = f"All threads share each row in chunks of {chunk}; weight and bias are read once for all rows."
-    used = {"width": width, "unroll": unroll, "chunk": chunk, "stream": stream, "prefetch": prefetch}
+    used = {"width": width, "unroll": unroll, "chunk": chunk, "together": together, "stream": stream, "prefetch": prefetch}
     return Candidate("cpp", source, plan, idea, AUTHOR, NAME, dict(used))
 
 
@@ -94,6 +135,8 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     if layout.rows >= 8 * target.threads and 4 * layout.length < L2_BYTES:
         return []
     width = vector_widths(target)[0]
-    streams = (True, False) if 4 * layout.length * layout.rows > STREAM_BYTES else (False,)
-    shapes = [(32768, True), (8192, True), (32768, False), (8192, False)]
-    return [split(layout, width, 4, chunk, stream, early) for stream in streams for chunk, early in shapes]
+    if 4 * layout.length * layout.rows <= STREAM_BYTES:
+        return [split(layout, width, 4, chunk, 1, False, False) for chunk in (8192, 32768)]
+    together = [count for count in (4, 2, 1) if layout.rows % count == 0]
+    found = [split(layout, width, 4, chunk, count, True, True) for count in together for chunk in (32768, 8192)]
+    return [*found, split(layout, width, 4, 16384, 1, False, True)]
