@@ -1,6 +1,6 @@
 /* {"op": "_softmax", "sizes": [96, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": null,
     "steps": [{"entry": "softmax_rows", "range": 96, "grain": 4, "args": ["x", "y"]}],
-    "idea": "one row at a time: largest element, sum of exponentials in double (eight sums in float are less accurate than stock), scale"} */
+    "idea": "a row at a time, its sum in double: eight partial sums in float are less accurate than stock, and refused"} */
 #include <cmath>
 #include <cstdint>
 

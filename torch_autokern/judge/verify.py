@@ -6,8 +6,9 @@ new addresses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Protocol
 
 import msgspec
@@ -35,6 +36,7 @@ Tensors = Sequence[torch.Tensor | None]
 Results = tuple[torch.Tensor | None, ...]
 Notify = Callable[[str, float], None]
 _OUR_OWN_WORK_S = 120.0
+_SMALL_ELEMENTS = 1 << 20
 
 
 class CandidateCode(Protocol):
@@ -71,14 +73,24 @@ def check_family(
     Raises:
         RefusedError: a rule without a measure was broken (layout, memory, determinism for class `exact`).
     """
+    threads = torch.get_num_threads()
+    with _threads(1 if _elements(task) < _SMALL_ELEMENTS else threads):
+        return _check_family(task, code, family, seed, placement, notify, with_probes, threads)
+
+
+def _check_family(
+    task: Task, code: CandidateCode, family: Family, seed: int, placement: Placement, notify: Notify, with_probes: bool,
+    threads: int,
+) -> FamilyReport:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
     inputs = make_inputs(task.spec, task.key, family, generator, placement)
-    runner = PoisonedRuns(task, code, family, seed, generator, notify)
+    runner = PoisonedRuns(task, code, family, seed, generator, notify, threads)
     moved = empty_inputs(task.key, "heap", generator)
     moved.copy_from(inputs)
     first, second = runner.twice(inputs, moved, placement)
     notify("reference", _OUR_OWN_WORK_S)
-    stock = task.spec.stock(inputs.tensors, task.key.scalars)
+    with _threads(threads):
+        stock = task.spec.stock(inputs.tensors, task.key.scalars)
     third = runner.once(moved, "heap", POISONS[0])
     notify("reference", _OUR_OWN_WORK_S)
     results: list[Results] = [first] + [r for r in (second, third) if not _all_same(r, first)]
@@ -108,11 +120,33 @@ _STALE = (
 )
 
 
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Our own work on small tensors is quicker with one thread, above all while something else uses a core."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _elements(task: Task) -> int:
+    return max(t.numel for t in (*task.key.tensors, *task.key.outputs) if t is not None)
+
+
 class PoisonedRuns:
     """Runs a candidate into poisoned, guarded outputs and refuses what it does to memory."""
 
     def __init__(
-        self, task: Task, code: CandidateCode, family: Family, seed: int, generator: torch.Generator, notify: Notify
+        self,
+        task: Task,
+        code: CandidateCode,
+        family: Family,
+        seed: int,
+        generator: torch.Generator,
+        notify: Notify,
+        threads: int,
     ) -> None:
         self._task = task
         self._code = code
@@ -120,6 +154,7 @@ class PoisonedRuns:
         self._seed = seed
         self._generator = generator
         self._notify = notify
+        self._threads = threads
 
     def refused(self, reason: Reason, message: str, output: int = 0, place: Place | None = None) -> RefusedError:
         """The refusal with this trial's family and seed."""
@@ -156,9 +191,10 @@ class PoisonedRuns:
             if region is not None:
                 region.poison(poison)
         self._notify(f"family {self._family.value}, seed {self._seed}", call_limit_s(self._task))
-        perturb_heap(poison)
-        self._code.run_into(inputs.tensors, tuple(None if r is None else r.tensor for r in regions))
-        perturb_heap(0)
+        with _threads(self._threads):
+            perturb_heap(poison)
+            self._code.run_into(inputs.tensors, tuple(None if r is None else r.tensor for r in regions))
+            perturb_heap(0)
         self._notify("checking memory", _OUR_OWN_WORK_S)
         return tuple(self._checked(index, region, poison) for index, region in enumerate(regions))
 
@@ -217,7 +253,7 @@ def check_state(task: Task, code: CandidateCode, seed: int, notify: Notify, *, d
     """
     generator = torch.Generator().manual_seed(seed)
     sets = [make_inputs(task.spec, task.key, Family.NORMAL, generator) for _ in range(2)]
-    runner = PoisonedRuns(task, code, Family.NORMAL, seed, generator, notify)
+    runner = PoisonedRuns(task, code, Family.NORMAL, seed, generator, notify, torch.get_num_threads())
     limit = call_limit_s(task)
     notify("state", 4 * limit)
     wanted = [code.run(inputs.tensors) for inputs in sets]
