@@ -8,7 +8,7 @@ import torch
 from torch_autokern.judge.interval import quiet_blocks, ratio_interval
 from torch_autokern.judge.measure import TimingReport
 from torch_autokern.judge.outcome import ACCEPT_RATIO, Reason, Refusal
-from torch_autokern.judge.speed import Speed, speed_of, timing, too_fast, too_slow
+from torch_autokern.judge.speed import Speed, noisy_speed, speed_of, timing, too_fast, too_slow
 
 
 def _times(blocks: int, median_us: float, spread: float, drift: torch.Tensor, generator: torch.Generator) -> list[float]:
@@ -73,6 +73,13 @@ def test_a_busy_machine_gives_no_verdict() -> None:
     stock = [100.0 if i % 3 == 0 else 9000.0 for i in range(80)]
     seen = speed_of(_report(stock, [100.0] * 80))
     assert isinstance(seen, Refusal) and seen.reason is Reason.TIMING_UNSTABLE and "quiet" in seen.message
+
+
+def test_a_busy_machine_still_ranks_candidates_by_their_quiet_samples() -> None:
+    stock = [100.0 if i % 3 == 0 else 9000.0 for i in range(80)]
+    speed = noisy_speed(_report(stock, [40.0 if i % 4 == 0 else 9500.0 for i in range(80)]))
+    assert speed.interval.ratio == pytest.approx(2.5)
+    assert speed.interval.low <= 2.5 <= speed.interval.high
 
 
 def _speed(stock_us: float, candidate_us: float, copy_us: float = 0.0) -> Speed:

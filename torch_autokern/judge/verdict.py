@@ -28,7 +28,7 @@ from torch_autokern.judge.outcome import (
 )
 from torch_autokern.judge.process import RunnerProcess
 from torch_autokern.judge.protocol import Job, Refused, StateReport, Trial
-from torch_autokern.judge.speed import Speed, raw_speed, speed_of, timing, too_fast, too_slow
+from torch_autokern.judge.speed import Speed, noisy_speed, speed_of, timing, too_fast, too_slow
 from torch_autokern.judge.verify import FamilyReport
 from torch_autokern.ops import SPECS
 from torch_autokern.store.key import KernelKey, Target
@@ -111,10 +111,9 @@ def screen(
     if broken is not None or timed is None:
         return broken or Refusal(Reason.TIMING_UNSTABLE, "no times came back")
     seconds = time.perf_counter() - started
-    speed = speed_of(timed)
-    if isinstance(speed, Refusal):  # a screen only ranks: the raw medians are better than nothing
-        speed = raw_speed(timed)
-    if (refusal := too_fast(speed)) is not None:
+    quiet = speed_of(timed)
+    speed = quiet if isinstance(quiet, Speed) else noisy_speed(timed)  # a screen only ranks
+    if isinstance(quiet, Speed) and (refusal := too_fast(quiet)) is not None:
         return refusal
     interval = speed.interval
     return ScreenResult(
