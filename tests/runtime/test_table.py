@@ -15,10 +15,19 @@ import torch_autokern as ak
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.extension import extension
 from torch_autokern.runtime.session import session
-from torch_autokern.runtime.table import CLASSES, Servable, build_rows, key_difference, refusal, winner
+from torch_autokern.runtime.table import (
+    CLASSES,
+    Servable,
+    build_rows,
+    key_difference,
+    refusal,
+    slower_in_fresh_pages,
+    winner,
+)
 from torch_autokern.runtime.target import local_target, stock_build
 from torch_autokern.store.key import KernelKey, Target
 from torch_autokern.store.notes import Approval, Notes, Quarantine, Receipt
+from torch_autokern.store.record import Timing
 
 SOFTMAX = {"dim": 1, "half_to_float": False}
 NO_NOTES = Notes(None, None, ())
@@ -117,6 +126,18 @@ def test_the_first_failed_condition_is_said(key: KernelKey, target: Target, buil
     assert refusal(record, NO_NOTES, TARGET, "2.13") is None
     why = refusal(record, notes, target, build)
     assert why is not None and words in why
+
+
+def test_a_kernel_that_loses_in_fresh_pages_needs_the_pool(key: KernelKey) -> None:
+    record = record_for(key)
+    size_bytes = sum(4 * t.numel for t in key.outputs if t is not None)
+    assert slower_in_fresh_pages(record, 0) is None, "never timed in fresh pages: nothing speaks against it"
+    for bound, runs in ((0.9, False), (1.1, True)):
+        fresh = Timing("eager", "fresh", 10.0, 9.0, 1.1, bound, 1.2, 40, 1)
+        timings = (*record.verdict.timings, fresh)
+        timed = msgspec.structs.replace(record, verdict=msgspec.structs.replace(record.verdict, timings=timings))
+        assert slower_in_fresh_pages(timed, size_bytes) is None, "its outputs come from the pool"
+        assert (slower_in_fresh_pages(timed, 0) is None) is runs
 
 
 def test_a_receipt_arms_a_record_on_another_machine(key: KernelKey) -> None:

@@ -11,8 +11,16 @@ import torch
 
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.extension import extension_state
-from torch_autokern.runtime.session import Session, session
-from torch_autokern.runtime.table import Regime, Servable, key_difference, ratio_low, refusal, winner
+from torch_autokern.runtime.session import Session, pool_limit_bytes, session
+from torch_autokern.runtime.table import (
+    Regime,
+    Servable,
+    key_difference,
+    ratio_low,
+    refusal,
+    slower_in_fresh_pages,
+    winner,
+)
 from torch_autokern.runtime.target import local_target, stock_build
 from torch_autokern.store.key import KernelKey, TensorKey
 from torch_autokern.store.record import AccuracyClass, StoredRecord
@@ -117,6 +125,7 @@ def explain_key(
         why = key_difference(key, record, threads)
         if why is None:
             why = refusal(record, current.store.notes(record.key.digest, stored.record_id), target, build)
+            why = why or slower_in_fresh_pages(record, pool_limit_bytes())
         if why is None and stored.record_id not in current.loaded:
             why = current.load_failures.get(stored.record_id, "not loaded yet: call torch_autokern.refresh()")
         if why is None and ratio_low(record, regime) is None:

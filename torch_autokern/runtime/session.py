@@ -21,7 +21,7 @@ from torch_autokern.ops import SPECS
 from torch_autokern.runtime.extension import extension_state
 from torch_autokern.runtime.kernel import LoadedKernel, load_cpu_kernel, load_cuda_kernel
 from torch_autokern.runtime.plan import decode_plan
-from torch_autokern.runtime.table import CLASSES, Servable, build_rows, refusal
+from torch_autokern.runtime.table import CLASSES, Servable, build_rows, refusal, slower_in_fresh_pages
 from torch_autokern.runtime.target import local_target, stock_build
 from torch_autokern.store.key import KernelKey, Target
 from torch_autokern.store.record import AccuracyClass, StoredRecord
@@ -121,6 +121,7 @@ class Session:
                 continue
             for place, target in _places(stored.record.target):
                 why = refusal(stored.record, self.store.notes(row.key_digest, row.record_id), target, build)
+                why = why or slower_in_fresh_pages(stored.record, pool_limit_bytes())
                 if why is None:
                     found.append((stored, place))
                 else:

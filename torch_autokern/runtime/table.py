@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch_autokern.ops import SPECS
+from torch_autokern.ops.spec import itemsize
 from torch_autokern.store.key import KernelKey, Target
 from torch_autokern.store.notes import Notes
 from torch_autokern.store.record import AccuracyClass, KernelRecord
@@ -51,6 +52,21 @@ def refusal(record: KernelRecord, notes: Notes, target: Target, stock_build: str
     if record.stock_build != stock_build:
         return f"proved faster than torch {record.stock_build}, this is {stock_build}: run autokern warm here"
     return None
+
+
+def slower_in_fresh_pages(record: KernelRecord, pool_bytes: int) -> str | None:
+    """Why a record must not run where its outputs get fresh pages at every call: it was timed there and was not faster.
+
+    `pool_bytes` is the cap of the output pool. Outputs that fit find warm pages; without the pool, or past its cap, they come
+    as the allocator gives them, and then the timing in fresh pages decides. None when the record may run.
+    """
+    outputs = [t.numel * itemsize(t.dtype) for t in record.key.outputs if t is not None]
+    fresh = next((timing for timing in record.verdict.timings if timing.pages == "fresh"), None)
+    if fresh is None or max(outputs, default=0) <= pool_bytes or fresh.ratio_low > 1.0:
+        return None
+    return (
+        f"{fresh.ratio:.2f}x in fresh pages, and its outputs do not fit the pool of {pool_bytes >> 20} MiB (AUTOKERN_POOL_MB)"
+    )
 
 
 def key_difference(key: KernelKey, record: KernelRecord, threads: int) -> str | None:

@@ -122,6 +122,7 @@ class _Columns:
 
 
 def column_shape(layout: SoftmaxLayout) -> _Columns | None:
+    """The layout as rows of neighbouring columns; None where the innermost loop does not run over neighbours on both sides."""
     if layout.outer and layout.outer[-1].strides == (1, 1):
         return _Columns(layout, layout.outer[:-1], layout.outer[-1].size)
     return None
