@@ -73,7 +73,7 @@ def _image_problems(info: CubinInfo, arch: str) -> Iterator[str]:
     for name in info.undefined:
         yield f"needs {name} from the driver's device runtime (no printf, assert, malloc or launches inside a kernel)"
     if info.global_bytes:
-        yield f"{info.global_bytes} bytes of global variables, which outlive a launch: use a workspace, or __constant__"
+        yield f"{info.global_bytes} bytes of global variables, which outlive a launch: pass a workspace, or use __constant__"
     for section in info.debug_sections:
         yield f"carries debug information ({section})"
 
