@@ -117,8 +117,9 @@ def test_ctrl_c_says_how_to_continue_and_exits_130(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "torch_autokern.cli.main", "warm", str(tmp_path / "w.json")]
     store = tmp_path / "store"
     child = subprocess.Popen(
-        command, env={**os.environ, "AUTOKERN_STORE": str(store)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+        command, env={**os.environ, "AUTOKERN_STORE": str(store)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell leaves it ignored
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     # Its lock file says that the search has begun.
     while not list(store.glob("v1/locks/quiet-*")) and time.monotonic() < deadline:

@@ -6,11 +6,13 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from filelock import FileLock
+from typing import TYPE_CHECKING
 
 from torch_autokern.store.files import make_folders
 from torch_autokern.store.layout import lock_file, locks_folder
+
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 _LOG = logging.getLogger("torch_autokern.store")
 _LOCK_ERRORS = (OSError, RuntimeError, NotImplementedError)  # filelock's Timeout is an OSError; RuntimeError: would deadlock
@@ -35,6 +37,8 @@ def work_lock(root: Path | None, name: str, timeout_s: float) -> Iterator[bool]:
 def _acquire(root: Path | None, name: str, timeout_s: float) -> FileLock | None:
     if root is None:
         return None
+    from filelock import FileLock  # a quarter of the package's import time, and serving takes no lock
+
     try:
         make_folders(root, locks_folder(root))
         # A soft lock would outlive a killed holder, and every later process would wait for the whole timeout.
