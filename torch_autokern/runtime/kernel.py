@@ -11,7 +11,6 @@ import torch
 
 from torch_autokern.errors import BuildError, PlanError
 from torch_autokern.ops.spec import DTYPE_CODES
-from torch_autokern.runtime.elf import check_cpu_library
 from torch_autokern.runtime.extension import extension
 from torch_autokern.runtime.plan import (
     CpuStep,
@@ -66,6 +65,8 @@ def load_cpu_kernel(binary: bytes, identity: str, plan: LaunchPlan, key: KernelK
         RuntimeError: the bytes do not load, or are not the library that was verified.
     """
     validate(plan)
+    from torch_autokern.runtime.elf import check_cpu_library  # as with the cubin reader: import time
+
     broken = check_cpu_library(binary, entries(plan))
     if broken:
         raise BuildError("the kernel library breaks a rule: " + "; ".join(broken))
