@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_both_sides_share_weights_and_embed_alike() -> None:
 def test_the_whole_demo_serves_kernels_in_a_real_model_and_changes_no_embedding(tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-m", "torch_autokern.cli.main", "demo", "--quick", "--budget", "2", "--json", "demo.json"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=850,
+        cwd=tmp_path, capture_output=True, text=True, timeout=850, env={**os.environ, "COLUMNS": "250"},
     )  # fmt: skip
     assert result.returncode == 0, result.stderr
     measured = load_measurement(tmp_path / "demo.json")
