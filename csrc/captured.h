@@ -1,7 +1,7 @@
 // The kernel that was installed before ours, callable without boxing.
 //
 // c10::SafeKernelFunction is the only handle that PyTorch gives out for a registered kernel, and it offers a boxed call
-// only. Boxing costs 0.1 us for softmax and 0.4 us for native_layer_norm, more than a whole decided miss may. The
+// only. Boxing every argument costs a good part of what a whole decided miss may (benchmarks/overhead.py). The
 // KernelFunction inside has the unboxed call, and its token says whether the owner took the kernel away; both are read
 // here through the one door that C++ leaves open to private members, an explicit instantiation. Names checked in
 // torch 2.11 and 2.13; another layout fails to compile, never at run time.
