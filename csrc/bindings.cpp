@@ -99,7 +99,7 @@ ak::CudaStep cuda_step_from(const py::tuple& row, ak::cuda::Module module) {
     const auto result = driver.function_set(step.function, attribute, value);
     TORCH_CHECK(result == 0, "autokern: kernel ", entry, ": cuFuncSetAttribute: ", ak::cuda::error_text(result));
   };
-  if (step.shared_bytes > 48 * 1024) { // more must be asked for
+  if (step.shared_bytes > 0) { // past 48 KiB it must be asked for, and what the kernel declares itself counts too
     set(ak::cuda::kFunctionMaxDynamicShared, static_cast<int>(step.shared_bytes));
   }
   if (step.cluster[0] * step.cluster[1] * step.cluster[2] > 8) { // the portable limit
@@ -200,35 +200,73 @@ std::vector<std::vector<uint64_t>> counts() {
   return sums;
 }
 
+// A scope that a thread is inside of.
+struct EnteredScope {
+  ak::ThreadState* state;
+  uint64_t ticket;
+  uint64_t from; // first autograd sequence number
+};
+
+EnteredScope enter_scope(ak::Scope* scope) {
+  ak::ThreadState& state = ak::thread_state();
+  return {&state, state.enter(scope), at::sequence_number::peek()};
+}
+
+// Whether backward passes may follow that belong to the scope.
+bool leave_scope(ak::Scope* scope, const EnteredScope& entered) {
+  ak::ThreadState& state = *entered.state;
+  state.leave(entered.ticket);
+  const uint64_t to = at::sequence_number::peek();
+  if (state.scope != scope) { // an enclosing call of the same scope will record the whole
+    ak::record_interval(state, entered.from, to, scope);
+  }
+  return entered.from < to;
+}
+
+// run(callable, args, kwargs): the call inside the scope that the capsule holds. Plain C, because a model's every call
+// comes through here and pybind11's handling of arguments costs several times the rest.
+PyObject* run_in_scope(PyObject* capsule, PyObject* const* args, Py_ssize_t count) {
+  auto* scope = static_cast<ak::Scope*>(PyCapsule_GetPointer(capsule, nullptr));
+  if (!scope || count != 3) {
+    return scope ? PyErr_Format(PyExc_TypeError, "run takes 3 arguments, got %zd", count) : nullptr;
+  }
+  const EnteredScope entered = enter_scope(scope);
+  PyObject* result = PyObject_Call(args[0], args[1], args[2]);
+  leave_scope(scope, entered);
+  return result;
+}
+
+PyMethodDef run_method = {
+    "run", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&run_in_scope)), METH_FASTCALL,
+    "run(callable, args, kwargs): callable(*args, **kwargs) inside the scope"};
+
 // A scope as Python holds it. leave() takes what its enter() returned.
 struct PyScope {
-  using Token = std::tuple<uintptr_t, uint64_t, uint64_t>; // thread, ticket, first autograd sequence number
+  using Token = std::tuple<uintptr_t, uint64_t, uint64_t>;
 
   ak::Scope* scope = new ak::Scope; // shared with backward passes that may outlive this object
 
   void set(uint32_t accuracy, bool strict) { scope->policy.store(ak::Policy::make(accuracy, strict).bits); }
   void end() { scope->policy.store(0); }
 
-  Token enter() const {
-    ak::ThreadState& state = ak::thread_state();
-    const uint64_t ticket = state.enter(scope);
-    return {reinterpret_cast<uintptr_t>(&state), ticket, at::sequence_number::peek()};
+  py::object run() const {
+    const py::capsule self(scope);
+    return py::reinterpret_steal<py::object>(PyCFunction_New(&run_method, self.ptr()));
   }
 
-  // Whether backward passes may follow that belong to the scope.
+  Token enter() const {
+    const EnteredScope entered = enter_scope(scope);
+    return {reinterpret_cast<uintptr_t>(entered.state), entered.ticket, entered.from};
+  }
+
   bool leave(const Token& token) {
-    ak::ThreadState& state = ak::thread_state();
     const auto [thread, ticket, from] = token;
+    ak::ThreadState& state = ak::thread_state();
     if (reinterpret_cast<uintptr_t>(&state) != thread) {
       end(); // left on another thread: that thread's stack is its own, so the scope is switched off there instead
       return false;
     }
-    state.leave(ticket);
-    const uint64_t to = at::sequence_number::peek();
-    if (state.scope != scope) { // an enclosing call of the same scope will record the whole
-      ak::record_interval(state, from, to, scope);
-    }
-    return from < to;
+    return leave_scope(scope, {&state, ticket, from});
   }
 };
 
@@ -263,6 +301,7 @@ void bind_router(py::module_& m) {
       .def_readonly("on_top", &ak::InstalledOverload::on_top)
       .def_readonly("above_another", &ak::InstalledOverload::above_another)
       .def_readonly("captured", &ak::InstalledOverload::captured);
+  m.def("watch", &ak::watch, py::call_guard<py::gil_scoped_release>());
   m.def("install", &ak::install, py::call_guard<py::gil_scoped_release>());
   m.def("uninstall", &ak::uninstall, py::call_guard<py::gil_scoped_release>());
   m.def("installed_overloads", &ak::installed_overloads);
@@ -275,6 +314,7 @@ void bind_router(py::module_& m) {
       .def(py::init<>())
       .def("set", &PyScope::set)
       .def("end", &PyScope::end)
+      .def_property_readonly("run", &PyScope::run)
       .def("enter", &PyScope::enter)
       .def("leave", &PyScope::leave)
       .def_property_readonly("active", [](const PyScope& s) { return s.scope->load().active(); });

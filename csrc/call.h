@@ -47,6 +47,8 @@ class Call {
  public:
   explicit Call(size_t family) : family_(family) {}
 
+  inline static at::Context& context = at::globalContext();
+
   const Key& key() const { return key_; }
   Miss miss() const { return miss_; }
   bool has_out() const { return out_; }
@@ -138,7 +140,7 @@ class Call {
     if (!cuda && flushes_denormals()) {
       flags |= kFlagFlushDenormal;
     }
-    if (!at::globalContext().userEnabledMkldnn()) {
+    if (!context.userEnabledMkldnn()) {
       flags |= kFlagNoMkldnn;
     }
     if (uses_matmul_precision(family_) && first_->scalar_type() == at::kFloat) {
@@ -208,7 +210,7 @@ class Call {
   uint64_t matmul_precision(bool cuda) {
     try {
       const auto backend = cuda ? at::Float32Backend::CUDA : at::Float32Backend::MKLDNN;
-      switch (at::globalContext().float32Precision(backend, at::Float32Op::MATMUL)) {
+      switch (context.float32Precision(backend, at::Float32Op::MATMUL)) {
         case at::Float32Precision::TF32:
           return 1;
         case at::Float32Precision::BF16:

@@ -30,17 +30,19 @@ template struct Door<TokenMember, &c10::SafeKernelFunction::token_>;
 
 class CapturedKernel {
  public:
-  explicit CapturedKernel(c10::SafeKernelFunction safe) : safe_(std::move(safe)) {}
+  CapturedKernel(c10::OperatorHandle op, c10::DispatchKey backend)
+      : op_(std::move(op)), safe_(op_.getComputedKernelForDispatchKey(backend)) {}
 
   bool is_valid() const { return (safe_.*open(TokenMember{}))->isValid(); }
   const std::string& registered_at() const { return safe_.debug(); }
 
   template <class Result, class... Args>
-  Result call(const c10::OperatorHandle& op, c10::DispatchKeySet keys, Args... args) const {
-    return (safe_.*open(KernelMember{})).template call<Result, Args...>(op, keys, std::forward<Args>(args)...);
+  Result call(c10::DispatchKeySet keys, Args... args) const {
+    return (safe_.*open(KernelMember{})).template call<Result, Args...>(op_, keys, std::forward<Args>(args)...);
   }
 
  private:
+  c10::OperatorHandle op_;
   c10::SafeKernelFunction safe_;
 };
 

@@ -71,20 +71,23 @@ class Key {
 
   bool overflowed() const { return overflow_; }
 
+  // `t` is plain (is_plain), of at most kMaxRank dimensions.
   void tensor(const at::Tensor& t) {
     const auto sizes = t.sizes();
     const auto strides = t.strides();
-    const auto address = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+    const size_t rank = sizes.size();
+    if (size_ + 1 + 2 * rank > kMaxWords) {
+      overflow_ = true;
+      return;
+    }
+    const auto address = reinterpret_cast<uintptr_t>(t.unsafeGetTensorImpl()->data());
     const uintptr_t cap = t.is_cuda() ? 16 : t.element_size();
-    const uintptr_t low = address | cap;
-    const auto log2_alignment = static_cast<uint64_t>(__builtin_ctzll(low));
-    word(kTensorTag | static_cast<uint64_t>(t.scalar_type()) | sizes.size() << 8 | log2_alignment << 16);
-    for (const int64_t size : sizes) {
-      word(static_cast<uint64_t>(size));
-    }
-    for (const int64_t stride : strides) {
-      word(static_cast<uint64_t>(stride));
-    }
+    const auto log2_alignment = static_cast<uint64_t>(__builtin_ctzll(address | cap));
+    uint64_t* next = words_.data() + size_;
+    *next++ = kTensorTag | static_cast<uint64_t>(t.scalar_type()) | rank << 8 | log2_alignment << 16;
+    std::memcpy(next, sizes.data(), rank * sizeof *next);
+    std::memcpy(next + rank, strides.data(), rank * sizeof *next);
+    size_ += 1 + 2 * rank;
   }
 
   void number(double value) {

@@ -16,17 +16,11 @@ std::map<std::vector<uint64_t>, RecordedKey>& recorder() {
   return *keys;
 }
 
-struct MissSlot {
-  std::atomic<uint64_t> hash{0};
-  std::atomic<uint64_t> calls{0};
-  std::atomic<uint8_t> reason{0};
-  std::atomic<const std::vector<uint64_t>*> words{nullptr}; // written once by the thread that claimed the slot
-};
 constexpr size_t kMissSlots = 4096;
 constexpr size_t kMissProbes = 16;
 
-std::array<MissSlot, kMissSlots>& miss_slots() {
-  static auto* slots = new std::array<MissSlot, kMissSlots>;
+std::array<MissedKeySlot, kMissSlots>& miss_slots() {
+  static auto* slots = new std::array<MissedKeySlot, kMissSlots>;
   return *slots;
 }
 
@@ -68,26 +62,26 @@ std::vector<RecordedKey> recorded_keys() {
   return keys;
 }
 
-void remember_miss(const Key& key, uint64_t hash, Miss reason) {
+MissedKeySlot* remember_miss(const Key& key, uint64_t hash, Miss reason) {
   auto& slots = miss_slots();
   for (size_t probe = 0; probe < kMissProbes; ++probe) {
-    MissSlot& slot = slots[(hash + probe) % kMissSlots];
+    MissedKeySlot& slot = slots[(hash + probe) % kMissSlots];
     uint64_t seen = slot.hash.load(std::memory_order_acquire);
     if (seen == 0 && slot.hash.compare_exchange_strong(seen, hash)) {
       slot.words.store(new std::vector<uint64_t>(key.words(), key.words() + key.size()), std::memory_order_release);
       seen = hash;
     }
     if (seen == hash) {
-      slot.calls.fetch_add(1, std::memory_order_relaxed);
-      slot.reason.store(static_cast<uint8_t>(reason), std::memory_order_relaxed);
-      return;
+      slot.count(reason);
+      return &slot;
     }
   }
+  return nullptr;
 }
 
 std::vector<MissedKey> missed_keys() {
   std::vector<MissedKey> keys;
-  for (const MissSlot& slot : miss_slots()) {
+  for (const MissedKeySlot& slot : miss_slots()) {
     const auto* words = slot.words.load(std::memory_order_acquire);
     const uint64_t calls = slot.calls.load(std::memory_order_relaxed);
     if (words && calls) {
@@ -98,7 +92,7 @@ std::vector<MissedKey> missed_keys() {
 }
 
 void forget_misses() {
-  for (MissSlot& slot : miss_slots()) {
+  for (MissedKeySlot& slot : miss_slots()) {
     slot.calls.store(0, std::memory_order_relaxed); // the key stays: a reader may be inside it
   }
 }

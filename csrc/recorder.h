@@ -31,8 +31,22 @@ struct MissedKey {
   uint64_t calls;
 };
 
-// Counts a miss of this key. Lock-free and bounded: past 4,096 distinct keys further ones are only counted by reason.
-void remember_miss(const Key& key, uint64_t hash, Miss reason);
+// One key that was asked for in vain. Slots are never freed.
+struct MissedKeySlot {
+  std::atomic<uint64_t> hash{0};
+  std::atomic<uint64_t> calls{0};
+  std::atomic<uint8_t> reason{0};
+  std::atomic<const std::vector<uint64_t>*> words{nullptr}; // written once by the thread that claimed the slot
+
+  void count(Miss why) {
+    calls.fetch_add(1, std::memory_order_relaxed);
+    reason.store(static_cast<uint8_t>(why), std::memory_order_relaxed);
+  }
+};
+
+// Counts a miss of this key and returns its slot. Lock-free and bounded: past 4,096 distinct keys further ones are only
+// counted by reason, and null is returned.
+MissedKeySlot* remember_miss(const Key& key, uint64_t hash, Miss reason);
 std::vector<MissedKey> missed_keys();
 void forget_misses();
 

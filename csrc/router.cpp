@@ -34,13 +34,9 @@ struct Slot {
   c10::OperatorHandle handle() const { return c10::Dispatcher::singleton().findSchemaOrThrow(name, overload); }
 };
 
-template <class Op>
-Slot& slot_of(c10::DispatchKey backend) {
-  static Slot* slots[2] = {
-      new Slot{Op::name, Op::overload_name, c10::DispatchKey::CPU, 0, nullptr, {nullptr}},
-      new Slot{Op::name, Op::overload_name, c10::DispatchKey::CUDA, 0, nullptr, {nullptr}}};
-  return *slots[backend == c10::DispatchKey::CUDA];
-}
+// Never destroyed: calls may come while the process ends.
+template <class Op, c10::DispatchKey kBackend>
+Slot& slot_of = *new Slot{Op::name, Op::overload_name, kBackend, 0, nullptr, {nullptr}};
 
 const CapturedKernel* recapture(Slot& slot);
 
@@ -65,6 +61,104 @@ struct DepthGuard {
   ThreadState& state;
 };
 
+// What follows is one piece of code for all overloads, so that a program's calls share it in the processor's caches.
+
+using Results = std::vector<at::Tensor>;
+
+Kernel* choose(const Entry& entry, size_t regime, size_t accuracy, size_t deterministic, Miss& reason) {
+  Kernel* kernel = entry.slots[regime][accuracy][deterministic].get();
+  if (!kernel) {
+    reason = entry.why_not(regime, accuracy, deterministic);
+  } else if (kernel->quarantined.load(std::memory_order_relaxed)) {
+    reason = Miss::kQuarantined;
+    kernel = nullptr;
+  }
+  return kernel;
+}
+
+bool prepare(const Kernel& kernel, const Call& call, bool out_form, Results& results, Miss& reason) {
+  if (out_form) {
+    if (call.out().device() != call.first().device()) {
+      reason = Miss::kDevice;
+    } else if (!is_plain(call.out()) || !kernel.plan.outputs[0].matches(call.out())) {
+      reason = Miss::kOutLayout;
+    } else if (call.out_overlaps_input()) {
+      reason = Miss::kOutOverlap;
+    } else {
+      results.push_back(call.out());
+    }
+  } else {
+    try {
+      results = kernel.plan.allocate_outputs(/*pooled=*/true);
+    } catch (const std::exception&) { // c10::Error or bad_alloc: no memory, nothing touched
+      reason = Miss::kOutOfMemory;
+    }
+  }
+  return reason == Miss::kNone;
+}
+
+bool run(Kernel& kernel, const Call& call, Results& results, Miss& reason) {
+  std::array<void*, kMaxTensors> outputs{};
+  for (size_t i = 0; i < results.size(); ++i) {
+    outputs.at(i) = results[i].defined() ? results[i].mutable_data_ptr() : nullptr;
+  }
+  try {
+    const auto inputs = call.inputs();
+    kernel.plan.run(inputs.data(), outputs.data());
+  } catch (const LaunchError& error) { // stock writes every output again, and no input was touched
+    kernel.quarantine(error.what());
+    reason = Miss::kLaunchFailed;
+  } catch (const std::exception&) { // workspace memory: asked for before the first step
+    reason = Miss::kOutOfMemory;
+  }
+  return reason == Miss::kNone;
+}
+
+// Runs a kernel for the call and returns kNone, or says why there is none; then nothing was touched.
+[[gnu::hot]] Miss serve(const Call& call, bool out_form, Policy policy, ThreadState& state, Results& results) {
+  if (call.miss() != Miss::kNone) {
+    return call.miss();
+  }
+  const size_t regime = out_form ? 1 : 0;
+  const size_t deterministic = call.context.deterministicAlgorithms() ? 1 : 0;
+  const uint64_t stamp = lookup_stamp(regime, policy.accuracy(), deterministic);
+  const uint64_t hash = call.key().hash();
+  MissMemo& memo = state.memo(hash);
+  if (memo.hash == hash && memo.stamp == stamp) {
+    memo.slot->count(memo.reason);
+    return memo.reason;
+  }
+  Miss reason = Miss::kNone;
+  {
+    const TableReader reader(state);
+    const Entry* entry = reader.table() ? reader.table()->find(call.key(), hash) : nullptr;
+    Kernel* kernel = entry ? choose(*entry, regime, policy.accuracy(), deterministic, reason) : nullptr;
+    if (kernel) {
+      if (prepare(*kernel, call, out_form, results, reason) && run(*kernel, call, results, reason)) {
+        kernel->hits.fetch_add(1, std::memory_order_relaxed);
+      }
+    } else if (!entry) {
+      reason = Miss::kNoRecord;
+    }
+  }
+  if (reason == Miss::kNone) {
+    return reason;
+  }
+  MissedKeySlot* slot = remember_miss(call.key(), hash, reason);
+  const bool lasts = reason == Miss::kNoRecord || reason == Miss::kAccuracy || reason == Miss::kDeterminism ||
+                     reason == Miss::kRegime; // until the table changes; the others depend on the single call
+  if (slot && lasts) {
+    memo = {hash, stamp, slot, reason};
+  }
+  return reason;
+}
+
+[[noreturn]] void refuse(const char* op, Miss reason) {
+  TORCH_CHECK(
+      false, "autokern strict mode: ", op, " was not served (", kReasonNames[static_cast<size_t>(reason)],
+      "); see torch_autokern.explain(), or leave strict mode");
+}
+
 template <class Op, c10::DispatchKey kBackend, uint32_t kFamily, class Signature = typename Op::schema>
 struct Router;
 
@@ -73,8 +167,7 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
   static constexpr bool kOutForm = std::is_reference_v<Result>;
 
   static Result stock(c10::DispatchKeySet keys, Args... args) {
-    static const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(Op::name, Op::overload_name);
-    Slot& slot = slot_of<Op>(kBackend);
+    Slot& slot = slot_of<Op, kBackend>;
     const CapturedKernel* kernel = slot.captured.load(std::memory_order_acquire);
     if (!kernel->is_valid()) {
       kernel = recapture(slot);
@@ -82,10 +175,10 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
         return last_resort(std::forward<Args>(args)...);
       }
     }
-    return kernel->template call<Result, Args...>(op, keys, std::forward<Args>(args)...);
+    return kernel->template call<Result, Args...>(keys, std::forward<Args>(args)...);
   }
 
-  static Result last_resort(Args... args) {
+  [[gnu::cold, gnu::noinline]] static Result last_resort(Args... args) {
     if constexpr (kBackend == c10::DispatchKey::CPU) {
       return CpuStock<Op>::call(std::forward<Args>(args)...);
     } else {
@@ -96,7 +189,7 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
     }
   }
 
-  static Result call(c10::DispatchKeySet keys, Args... args) {
+  [[gnu::hot]] static Result call(c10::DispatchKeySet keys, Args... args) {
     ThreadState& state = thread_state();
     const bool record = recording.load(std::memory_order_relaxed);
     Scope* from_node = nullptr;
@@ -143,85 +236,21 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
   }
 
   static Result served(Call& call, Policy policy, ThreadState& state, c10::DispatchKeySet keys, Args... args) {
-    Miss reason = call.miss();
-    if (policy.active() && reason == Miss::kNone) {
-      const TableReader reader(state);
-      const uint64_t hash = call.key().hash();
-      const Entry* entry = reader.table() ? reader.table()->find(call.key(), hash) : nullptr;
-      Kernel* kernel = entry ? choose(*entry, policy, reason) : nullptr;
-      if (!entry) {
-        reason = Miss::kNoRecord;
-      }
-      std::vector<at::Tensor> results;
-      if (kernel && prepare(*kernel, call, results, reason) && run(*kernel, call, results, reason)) {
-        kernel->hits.fetch_add(1, std::memory_order_relaxed);
-        state.count(kFamily, Miss::kNone);
+    if (policy.active()) {
+      Results results;
+      const Miss reason = serve(call, kOutForm, policy, state, results);
+      state.count(kFamily, reason);
+      if (reason == Miss::kNone) {
         return take_result(results, std::forward<Args>(args)...);
       }
-      remember_miss(call.key(), hash, reason);
-    }
-    if (policy.active()) {
-      state.count(kFamily, reason);
-      TORCH_CHECK(
-          !policy.strict() || reason == Miss::kEmpty, "autokern strict mode: ", Op::name, " was not served (",
-          kReasonNames[static_cast<size_t>(reason)], "); see torch_autokern.explain(), or leave strict mode");
+      if (policy.strict() && reason != Miss::kEmpty) {
+        refuse(Op::name, reason);
+      }
     }
     return stock(keys, std::forward<Args>(args)...);
   }
 
-  static Kernel* choose(const Entry& entry, Policy policy, Miss& reason) {
-    const size_t regime = kOutForm ? 1 : 0;
-    const size_t deterministic = at::globalContext().deterministicAlgorithms() ? 1 : 0;
-    Kernel* kernel = entry.slots[regime][policy.accuracy()][deterministic].get();
-    if (!kernel) {
-      reason = entry.why_not(regime, policy.accuracy(), deterministic);
-    } else if (kernel->quarantined.load(std::memory_order_relaxed)) {
-      reason = Miss::kQuarantined;
-      kernel = nullptr;
-    }
-    return kernel;
-  }
-
-  static bool prepare(const Kernel& kernel, const Call& call, std::vector<at::Tensor>& results, Miss& reason) {
-    if constexpr (kOutForm) {
-      if (call.out().device() != call.first().device()) {
-        reason = Miss::kDevice;
-      } else if (!is_plain(call.out()) || !kernel.plan.outputs[0].matches(call.out())) {
-        reason = Miss::kOutLayout;
-      } else if (call.out_overlaps_input()) {
-        reason = Miss::kOutOverlap;
-      } else {
-        results.push_back(call.out());
-      }
-      return reason == Miss::kNone;
-    } else {
-      try {
-        results = kernel.plan.allocate_outputs(/*pooled=*/true);
-      } catch (const std::exception&) { // c10::Error or bad_alloc: no memory, nothing touched
-        reason = Miss::kOutOfMemory;
-      }
-      return reason == Miss::kNone;
-    }
-  }
-
-  static bool run(Kernel& kernel, const Call& call, std::vector<at::Tensor>& results, Miss& reason) {
-    std::array<void*, kMaxTensors> outputs{};
-    for (size_t i = 0; i < results.size(); ++i) {
-      outputs.at(i) = results[i].defined() ? results[i].mutable_data_ptr() : nullptr;
-    }
-    try {
-      const auto inputs = call.inputs();
-      kernel.plan.run(inputs.data(), outputs.data());
-    } catch (const LaunchError& error) { // stock writes every output again, and no input was touched
-      kernel.quarantine(error.what());
-      reason = Miss::kLaunchFailed;
-    } catch (const std::exception&) { // workspace memory: asked for before the first step
-      reason = Miss::kOutOfMemory;
-    }
-    return reason == Miss::kNone;
-  }
-
-  static Result take_result(std::vector<at::Tensor>& results, Args... args) {
+  static Result take_result(Results& results, Args... args) {
     if constexpr (kOutForm) {
       return std::get<sizeof...(Args) - 1>(std::forward_as_tuple(args...));
     } else if constexpr (std::is_same_v<Result, at::Tensor>) {
@@ -231,7 +260,8 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
     }
   }
 
-  static Result recorded(Call& call, Policy policy, ThreadState& state, c10::DispatchKeySet keys, Args... args) {
+  [[gnu::cold, gnu::noinline]] static Result recorded(
+      Call& call, Policy policy, ThreadState& state, c10::DispatchKeySet keys, Args... args) {
     using Clock = std::chrono::steady_clock;
     const auto start = Clock::now();
     Result result = served(call, policy, state, keys, std::forward<Args>(args)...);
@@ -252,8 +282,7 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
 bool is_ours(const c10::SafeKernelFunction& kernel) { return kernel.debug().find(kOwner) != std::string::npos; }
 
 void capture(Slot& slot) {
-  slot.captured.store(
-      new CapturedKernel(slot.handle().getComputedKernelForDispatchKey(slot.backend)), std::memory_order_release);
+  slot.captured.store(new CapturedKernel(slot.handle(), slot.backend), std::memory_order_release);
 }
 
 // Registering over a kernel prints a warning meant for people who do so by mistake.
@@ -278,7 +307,7 @@ struct Overload {
 
 template <class Op, c10::DispatchKey kBackend, uint32_t kFamily>
 Overload overload() {
-  Slot& slot = slot_of<Op>(kBackend);
+  Slot& slot = slot_of<Op, kBackend>;
   slot.family = kFamily;
   return {&slot, &register_router<Op, kBackend, kFamily>};
 }
@@ -317,23 +346,15 @@ const CapturedKernel* recapture(Slot& slot) {
 
 } // namespace
 
-void install() {
+void watch(uint32_t families) {
   const std::lock_guard<std::mutex> lock(install_mutex);
   for (const Overload& entry : overloads()) {
     Slot& slot = *entry.slot;
-    if (slot.registration || !slot.handle().hasKernelForDispatchKey(slot.backend)) {
-      continue;
-    }
-    capture(slot);
-    entry.put(slot);
-  }
-}
-
-void uninstall() {
-  const std::lock_guard<std::mutex> lock(install_mutex);
-  for (const Overload& entry : overloads()) {
-    Slot& slot = *entry.slot;
-    if (slot.registration && on_top(slot)) {
+    const bool wanted = families >> family_bit(slot.family, slot.backend == c10::DispatchKey::CUDA) & 1;
+    if (wanted && !slot.registration && slot.handle().hasKernelForDispatchKey(slot.backend)) {
+      capture(slot);
+      entry.put(slot);
+    } else if (!wanted && slot.registration && on_top(slot)) {
       slot.registration.reset();
     }
   }

@@ -21,10 +21,14 @@ struct InstalledOverload {
   std::string captured; // where the captured kernel was registered
 };
 
-// Registers the router at the CPU and CUDA keys of every overload that has a kernel there. Repeating is harmless.
-void install();
-// Takes every registration back that nothing sits on; the others stay and pass calls through. Repeating is harmless.
-void uninstall();
+// An op family at a device's backend key, as a bit of `watch`.
+constexpr uint32_t family_bit(uint32_t family, bool cuda) { return family + (cuda ? 16 : 0); }
+
+// Registers the router at every overload of these families that has a kernel there, and takes each other registration
+// back that nothing sits on; those that are covered stay and pass calls through. Repeating is harmless.
+void watch(uint32_t families);
+inline void install() { watch(~0u); }
+inline void uninstall() { watch(0); }
 std::vector<InstalledOverload> installed_overloads();
 
 // Seconds that reading a key and looking it up take here, averaged over many look-ups of one call.

@@ -94,6 +94,10 @@ uint64_t publish_table(std::unique_ptr<Table> table) {
   return ++generation;
 }
 
+uint64_t lookup_stamp(size_t regime, size_t accuracy, size_t deterministic) {
+  return generation.load(std::memory_order_acquire) << 8 | 128 | accuracy << 2 | regime << 1 | deterministic;
+}
+
 uint64_t table_generation() { return generation.load(); }
 
 size_t tables_alive() {

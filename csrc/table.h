@@ -73,6 +73,10 @@ class TableReader {
   const Table* table_;
 };
 
+// What an answer "no kernel" depends on besides the key, as one number that is never 0: the table's generation and what
+// the call asks for. Read before the table: a table that is swapped meanwhile makes the stamp old, never the answer.
+uint64_t lookup_stamp(size_t regime, size_t accuracy, size_t deterministic);
+
 // Replaces the table and returns the new generation; frees earlier ones that no thread reads any more.
 uint64_t publish_table(std::unique_ptr<Table> table);
 uint64_t table_generation();

@@ -75,9 +75,12 @@ struct Handle {
 
 } // namespace
 
-ThreadState& thread_state() {
-  thread_local Handle handle;
-  return *handle.state;
+__thread ThreadState* own_state = nullptr;
+
+ThreadState& make_thread_state() {
+  thread_local Handle handle; // gives the state back when the thread ends
+  own_state = handle.state;
+  return *own_state;
 }
 
 ThreadState* first_thread_state() { return head.load(std::memory_order_acquire); }

@@ -52,7 +52,19 @@ class IntervalRing {
   std::atomic<uint64_t> head_{0};
 };
 
+struct MissedKeySlot;
+
+// Keys that this thread lately asked for in vain, each with what was current then (`stamp`, see table.h): while nothing
+// has changed the answer is the same, and neither the table nor the log of missed keys is searched.
+struct MissMemo {
+  uint64_t hash = 0;
+  uint64_t stamp = 0; // 0: empty
+  MissedKeySlot* slot = nullptr;
+  Miss reason = Miss::kNone;
+};
+
 struct ThreadState {
+  static constexpr size_t kMemos = 512;
   std::atomic<const Table*> reading{nullptr};
   std::atomic<uint64_t> thread_id{0}; // at::RecordFunction::currentThreadId, as autograd nodes keep it
   std::atomic<bool> in_use{false};
@@ -66,7 +78,10 @@ struct ThreadState {
   uint64_t next_ticket = 0;
   std::array<std::array<std::atomic<uint64_t>, static_cast<size_t>(Miss::kCount)>, kOpCount> counts{};
   IntervalRing ring;
+  std::array<MissMemo, kMemos> memos{};
   ThreadState* next = nullptr;
+
+  MissMemo& memo(uint64_t hash) { return memos[hash % kMemos]; }
 
   uint64_t enter(Scope* inner) {
     entered.push_back({inner, next_ticket});
@@ -91,7 +106,12 @@ struct ThreadState {
   }
 };
 
-ThreadState& thread_state();
+extern __thread ThreadState* own_state; // null until this thread meets the router; __thread: no wrapper call
+ThreadState& make_thread_state();
+inline ThreadState& thread_state() {
+  ThreadState* state = own_state;
+  return state ? *state : make_thread_state();
+}
 ThreadState* first_thread_state(); // head of the list of all states ever made
 
 // The scope whose forward created the autograd node that is running on this thread, if any.

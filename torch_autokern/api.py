@@ -51,9 +51,9 @@ class ScopedCall:
     def __init__(self, inner: Callable[..., Any], accuracy: str, strict: bool | None, owner: nn.Module | None = None) -> None:
         self.inner = inner
         self.accuracy = _checked(accuracy)
-        self.native_scope = native_scope = _new_scope(accuracy, strict)
-        self._enter = native_scope.enter
-        self._leave = native_scope.leave
+        self.strict = config.strict() if strict is None else strict
+        self.native_scope = _new_scope(self.accuracy, self.strict)
+        self._run = self.native_scope.run
         self.owner = owner
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
@@ -70,15 +70,12 @@ class ScopedCall:
             inner = caller._call_impl
             if not getattr(caller, "_is_replica", False):  # DataParallel's replica is the same model, a copy is stock
                 return inner(*args, **kwargs)
-        token = self._enter()
         try:
-            return inner(*args, **kwargs)
+            return self._run(inner, args, kwargs)
         except RuntimeError as error:
             if str(error).startswith(_STRICT_PREFIX):
                 raise StrictModeError(str(error).splitlines()[0]) from None
             raise
-        finally:
-            self._leave(token)
 
 
 _warned: set[str] = set()
@@ -111,9 +108,9 @@ def _usable_session() -> Session | None:
     return current
 
 
-def _new_scope(accuracy: str, strict: bool | None) -> Any:
+def _new_scope(accuracy: AccuracyClass, strict: bool) -> Any:
     scope = extension().Scope()
-    scope.set(accuracy_code(_checked(accuracy)), config.strict() if strict is None else strict)
+    scope.set(accuracy_code(accuracy), strict)
     return scope
 
 
@@ -148,7 +145,7 @@ def optimize(target: Any, *, accuracy: str = "stock", strict: bool | None = None
     if current is None:
         return target
     scoped = ScopedCall(target, accuracy, strict)
-    current.add_user(scoped)
+    current.add_user(scoped, strict=scoped.strict)
 
     @functools.wraps(target)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -165,7 +162,7 @@ def _optimize_module(model: nn.Module, accuracy: str, strict: bool | None) -> nn
     restore(model)
     inner = getattr(model, _SLOT) or model._call_impl
     scoped = ScopedCall(inner, accuracy, strict, model)
-    current.add_user(scoped)
+    current.add_user(scoped, strict=scoped.strict)
     setattr(model, _SLOT, scoped)
     if not current.loaded:
         where = current.store.write_root or "memory"
@@ -208,13 +205,14 @@ def _accuracy_of(target: object) -> AccuracyClass | None:
 @contextmanager
 def enabled(*, accuracy: str = "stock", strict: bool | None = None) -> Iterator[None]:
     """Serve op calls of this thread inside the block, and the backward of what it computed."""
-    _checked(accuracy)
+    admitted = _checked(accuracy)
     current = _usable_session()
     if current is None:
         yield
         return
-    scope = _new_scope(accuracy, strict)
-    current.open_block()
+    every_call = config.strict() if strict is None else strict
+    scope = _new_scope(admitted, every_call)
+    current.open_block(every_family=every_call)
     token = scope.enter()
     try:
         yield
@@ -225,7 +223,7 @@ def enabled(*, accuracy: str = "stock", strict: bool | None = None) -> Iterator[
     finally:
         if scope.leave(token):
             current.add_user(_ended_blocks)  # the backward of what the block computed may come at any time
-        current.close_block()
+        current.close_block(every_family=every_call)
 
 
 class _User:
@@ -241,8 +239,9 @@ def enable(*, accuracy: str = "stock", strict: bool | None = None) -> None:
     code = accuracy_code(_checked(accuracy))
     current = _usable_session()
     if current is not None:
-        current.add_user(_process)
-        extension().set_process_policy(True, code, config.strict() if strict is None else strict)
+        every_call = config.strict() if strict is None else strict
+        current.add_user(_process, strict=every_call)
+        extension().set_process_policy(True, code, every_call)
 
 
 def disable() -> None:
@@ -298,9 +297,8 @@ def record() -> Iterator[Recording]:
     if not _recording_lock.acquire(blocking=False):
         raise InvalidInputError("a recording is on already in this process; end it before starting another")
     current = session()
-    current.open_block()
+    current.open_block(every_family=True)  # also under the kill switch, which stops serving, not recording
     try:
-        native.install()  # the kill switch stops serving, not recording
         native.recorder_clear()
         native.set_recording(True)
         recording = Recording()
@@ -310,7 +308,7 @@ def record() -> Iterator[Recording]:
             native.set_recording(False)
             recording._stop()
     finally:
-        current.close_block()
+        current.close_block(every_family=True)
         _recording_lock.release()
 
 

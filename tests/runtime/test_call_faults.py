@@ -111,7 +111,7 @@ def test_more_than_2_to_31_elements_or_offsets() -> None:
     assert big.digest != key.digest
 
 
-def test_the_router_reads_sizes_beyond_2_to_31_whole() -> None:
+def test_the_router_reads_sizes_beyond_2_to_31_whole(every_family: None) -> None:
     """Over 2**40 rows in one float of memory; stock refuses the product, after the router has read the layouts."""
     rows = (1 << 40) + 7
     a = torch.ones(1, 1).expand(rows, 1)

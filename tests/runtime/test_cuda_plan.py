@@ -48,6 +48,12 @@ extern "C" __global__ void big_shared(float* y) {
   room[threadIdx.x * 400] = threadIdx.x; __syncthreads();
   y[threadIdx.x] = room[(127 - threadIdx.x) * 400];
 }
+extern "C" __global__ void both_kinds_of_shared(float* y) {
+  extern __shared__ float room[];
+  __shared__ float own[128];
+  room[12287] = 1; own[threadIdx.x] = threadIdx.x; __syncthreads();
+  y[threadIdx.x] = own[127 - threadIdx.x] + room[12287];
+}
 extern "C" __global__ void cluster_rank(float* y) {
   unsigned rank; asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   if (threadIdx.x == 0) y[blockIdx.x] = rank;
@@ -127,6 +133,14 @@ def test_more_than_48_kb_of_shared_memory(cubin: bytes) -> None:
     (y,) = _load(cubin, x, KernelStep("big_shared", (1, 1, 1), (128, 1, 1), (OutputArg(0),), shared_bytes=204800)).run([x])
     assert y is not None
     assert torch.equal(y[0], torch.arange(127, -1, -1, device="cuda", dtype=torch.float32))
+
+
+def test_48_kb_of_shared_memory_beside_what_the_kernel_declares(cubin: bytes) -> None:
+    x = torch.zeros(1, 128, device="cuda")
+    step = KernelStep("both_kinds_of_shared", (1, 1, 1), (128, 1, 1), (OutputArg(0),), shared_bytes=49152)
+    (y,) = _load(cubin, x, step).run([x])
+    assert y is not None
+    assert torch.equal(y[0], torch.arange(128, 0, -1, device="cuda", dtype=torch.float32))
 
 
 def test_clusters_up_to_sixteen_blocks(cubin: bytes) -> None:

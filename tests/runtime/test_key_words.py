@@ -11,8 +11,9 @@ import torch
 
 import torch_autokern as ak
 from torch_autokern.ops import SPECS
-from torch_autokern.ops.spec import DTYPE_CODES, op_index, tensor_key
+from torch_autokern.ops.spec import DTYPE_CODES, op_index, tensor_key, tensor_words
 from torch_autokern.runtime.extension import extension
+from torch_autokern.store.key import KernelKey, TensorKey
 
 Tensors = list[torch.Tensor | None]
 OUT_FORMS = [name for name in SPECS if not name.startswith("native_layer_norm")]
@@ -234,3 +235,17 @@ def test_strides_that_a_caller_chose_for_out_do_not_become_the_keys(order: str) 
     (entry,) = recording.workload().entries
     assert entry.key == SPECS["_softmax"].key([x], {"dim": 1, "half_to_float": False})
     assert entry.out_calls == 1
+
+
+@pytest.mark.parametrize("size", [2**31 - 1, 2**31, 2**31 + 1, 2**32 - 1, 2**32, 2**32 + 7])
+def test_sizes_and_strides_are_whole_words_across_the_32_bit_boundaries(size: int) -> None:
+    """Cut to 32 bits, 2^32 + 7 rows would be found under the record of 7 rows."""
+
+    def words(rows: int) -> tuple[int, ...]:
+        layout = TensorKey("float32", (rows, 8), (8, 1), 4)
+        key = KernelKey("_softmax", "cpu", (layout,), {"dim": 1, "half_to_float": False}, (layout,))
+        assert SPECS["_softmax"].decode(SPECS["_softmax"].encode(key, 1), tensor_words(layout)) == key
+        return SPECS["_softmax"].encode(key, 1)
+
+    others = {size - 1, size + 1, size % 2**31, size % 2**32, size + 2**31, size + 2**32} - {size}
+    assert all(words(size) != words(other) for other in others)

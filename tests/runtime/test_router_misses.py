@@ -12,6 +12,8 @@ import torch_autokern as ak
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.extension import extension
 
+pytestmark = pytest.mark.usefixtures("every_family")
+
 aten = torch.ops.aten
 SOFTMAX = {"dim": 1, "half_to_float": False}
 CPU_KEY = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from tiny_kernels import B, Block, D, Served, quiet_router, served, train_step
+from tiny_kernels import B, Block, D, Served, every_family, quiet_router, served, train_step
 
-__all__ = ["quiet_router", "served"]
+__all__ = ["every_family", "quiet_router", "served"]
 
 
 @pytest.fixture(autouse=True)

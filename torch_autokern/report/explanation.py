@@ -115,7 +115,9 @@ def explain_key(
 ) -> tuple[Servable | None, tuple[Refusal, ...]]:
     """The loaded kernel that serves a key under a policy, and for each other record of the op the first condition it fails."""
     threads = torch.get_num_threads() if threads is None else threads
-    target, build = local_target(), stock_build()
+    if key.device_type == "cuda" and not torch.cuda.is_available():
+        return None, ()
+    target, build = local_target(key.device_type), stock_build()
     fitting: list[Servable] = []
     refusals: list[Refusal] = []
     for stored in current.store.records() if records is None else records:

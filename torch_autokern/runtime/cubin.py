@@ -205,7 +205,9 @@ class _Image:
         arch = self.arch()
         undefined = sorted({s.name for s in self.symbols if not s.section and s.name and not s.name.startswith(".nv.")})
         globals_ = sum(s.size for s in self.sections if s.name in (".nv.global", ".nv.global.init"))
-        debug = [s.name for s in self.sections if s.name.startswith(_DEBUG_SECTIONS) and s.name not in _FRAME_SECTIONS]
+        # nvJitLink leaves an empty .nv_debug.shared where a kernel has two shared arrays (13.5): no bytes, nothing carried.
+        carrying = [s for s in self.sections if s.size and s.name not in _FRAME_SECTIONS]
+        debug = [s.name for s in carrying if s.name.startswith(_DEBUG_SECTIONS)]
         entries = {symbol.name: self.entry(symbol, arch, sizes) for symbol in found}
         return CubinInfo(arch, self.abi, entries, tuple(undefined), globals_, tuple(s for s in debug if s[:4] != ".rel"))
 

@@ -99,7 +99,7 @@ def load_cuda_kernel(cubin: bytes, plan: LaunchPlan, key: KernelKey, device: int
     if broken:
         raise BuildError("the kernel's cubin breaks a rule: " + "; ".join(broken))
     names = _workspace_names(plan)
-    torch.cuda.init()  # the primary context must exist before a module can be loaded into it
+    torch.cuda.synchronize(device)  # makes the device's primary context, which must exist before a module is loaded into it
     steps = [_cuda_step(step, key, names) for step in plan.steps]
     native = extension()
     return LoadedKernel(key, native.Kernel.load_cuda(record_id, cubin, device, steps, *_memory(plan, key)))

@@ -199,6 +199,9 @@ def _check_step(step: Step, workspace_sizes: dict[str, int]) -> None:
         _check_pointer("memset", step.target, workspace_sizes)
         if step.size_bytes < 1 or not 0 <= step.value <= 255:
             raise PlanError(f"memset: {step.size_bytes} bytes of value {step.value}; expected 1 or more bytes of 0 to 255")
+        room = workspace_sizes[step.target.name] if isinstance(step.target, WorkspaceArg) else math.inf
+        if step.target.offset_bytes + step.size_bytes > room:
+            raise PlanError(f"memset: {step.size_bytes} bytes from {step.target.offset_bytes} in a workspace of {room}")
         return
     _check_name(step.entry)
     if len(step.args) > MAX_ARGS:
@@ -243,6 +246,13 @@ def _check_tensor_map(entry: str, arg: TensorMapArg, workspace_sizes: dict[str, 
         raise PlanError(f"step {entry!r}: tensor map of rank {rank} with {lengths[0] - 1} strides and {lengths[1]} box sizes")
     if any(size < 1 for size in (*arg.sizes, *arg.box, *arg.element_strides)) or any(b > 256 for b in arg.box):
         raise PlanError(f"step {entry!r}: tensor map sizes {arg.sizes} and box {arg.box} must be positive, a box at most 256")
+    # What cuTensorMapEncodeTiled refuses at every launch (CUDA Driver API, "Tensor Map Object Management").
+    if any(stride % 16 or not 16 <= stride < 1 << 40 for stride in arg.strides_bytes) or max(arg.sizes) > 1 << 32:
+        raise PlanError(f"step {entry!r}: tensor map strides {arg.strides_bytes} must be multiples of 16 bytes below 2^40, and "
+                        f"sizes {arg.sizes} at most 2^32")  # fmt: skip
+    if max(arg.element_strides) > 8 or arg.base.offset_bytes % 16:
+        raise PlanError(f"step {entry!r}: tensor map steps {arg.element_strides} are at most 8, and it starts on 16 bytes, not "
+                        f"on {arg.base.offset_bytes}")  # fmt: skip
 
 
 def _check_pointer(entry: str, arg: PointerArg, workspace_sizes: dict[str, int]) -> None:

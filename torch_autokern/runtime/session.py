@@ -1,6 +1,8 @@
 """The process's one connection between store and router: what is loaded, who is served, and when the router is installed.
 
-Nothing here runs inside an op call. The router is installed when the first scope opens and taken back when the last is gone.
+Nothing here runs inside an op call. While something is served the router watches the op families that the table holds kernels
+for, and all of them while a recording or a strict scope asks for every call; otherwise none. An op that nothing could be won on
+is never intercepted.
 """
 
 from __future__ import annotations
@@ -8,9 +10,12 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
+import operator
 import os
 import threading
 import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,6 +23,7 @@ import torch
 from torch_autokern import config
 from torch_autokern.errors import AutokernError, PlanError
 from torch_autokern.ops import SPECS
+from torch_autokern.ops.spec import op_index
 from torch_autokern.runtime.extension import extension_state
 from torch_autokern.runtime.kernel import LoadedKernel, load_cpu_kernel, load_cuda_kernel
 from torch_autokern.runtime.plan import decode_plan
@@ -32,6 +38,7 @@ _LOG.addHandler(logging.NullHandler())
 
 DEFAULT_POOL_BYTES = 1 << 30
 POOL_MEMORY_SHARE = 16
+EVERY_FAMILY = 0xFFFFFFFF
 
 
 class Session:
@@ -43,7 +50,10 @@ class Session:
         self.load_failures: dict[str, str] = {}
         self._lock = threading.RLock()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._strict_users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._blocks = 0
+        self._blocks_of_every_family = 0
+        self._families = 0  # of the table, as bits of the extension's `watch`
         self._filled = False
 
     @property
@@ -63,49 +73,76 @@ class Session:
             servables = [s for s in itertools.starmap(self._load, self._candidates()) if s is not None]
             rows = build_rows(servables)
             native.set_table(rows)
+            self._families = functools.reduce(operator.or_, (family_bit(words) for words, _ in rows), 0)
+            self._watch()
             return len(rows)
 
-    def add_user(self, user: object) -> None:
-        """Install the router for as long as `user` (weakly held) is served."""
+    def add_user(self, user: object, *, strict: bool = False) -> None:
+        """Serve `user` (weakly held) until `remove_user`; a strict one wants to see the calls of every op family."""
         with self._lock:
-            self._open()
+            self._fill()
             self._users.add(user)
+            self._strict_users.discard(user)
+            if strict:
+                self._strict_users.add(user)
+            self._watch()
 
     def remove_user(self, user: object) -> None:
         """Undo `add_user`; the last one takes the router back."""
         with self._lock:
             self._users.discard(user)
-            self._close_when_idle()
+            self._strict_users.discard(user)
+            self._watch()
 
-    def open_block(self) -> None:
-        """Install the router for a block of code; pairs with `close_block`."""
+    def open_block(self, *, every_family: bool = False) -> None:
+        """Watch calls for a block of code, of every op family or of those in the table; pairs with `close_block`."""
         with self._lock:
-            self._open()
+            self._fill()
             self._blocks += 1
+            self._blocks_of_every_family += every_family
+            self._watch()
 
-    def close_block(self) -> None:
+    def close_block(self, *, every_family: bool = False) -> None:
         """Undo `open_block`."""
         with self._lock:
             self._blocks -= 1
-            self._close_when_idle()
+            self._blocks_of_every_family -= every_family
+            self._watch()
+
+    @contextmanager
+    def block(self) -> Iterator[None]:
+        """`open_block`, and `close_block` at the end."""
+        self.open_block()
+        try:
+            yield
+        finally:
+            self.close_block()
 
     def has_user(self, user: object) -> bool:
         """Whether `user` was added and not removed."""
         return user in self._users
 
-    def _open(self) -> None:
+    def unwatched(self) -> tuple[str, ...]:
+        """Op families whose calls go straight to stock, because the table holds no kernel for them on any device."""
+        bits = self._families | self._families >> 16
+        return tuple(spec.name for spec in SPECS.values() if not bits >> spec.index & 1)
+
+    def _fill(self) -> None:
         native = extension_state().module
-        if native is None or config.disabled():
-            return
-        if not self._filled:
+        if native is not None and not config.disabled() and not self._filled:
             native.pool_set_limit(pool_limit_bytes())
             self.refresh()
-        native.install()
 
-    def _close_when_idle(self) -> None:
+    def _watch(self) -> None:
         native = extension_state().module
-        if native is not None and not self._blocks and not len(self._users):
-            native.uninstall()
+        if native is None:
+            return
+        if self._blocks_of_every_family or (len(self._strict_users) and not config.disabled()):
+            native.watch(EVERY_FAMILY)
+        elif (self._blocks or len(self._users)) and not config.disabled():
+            native.watch(self._families)
+        else:
+            native.watch(0)
 
     def _candidates(self) -> list[tuple[StoredRecord, int]]:
         """Records that may run here, each with the place it may run at: 0 for the CPU, a GPU's index."""
@@ -195,6 +232,11 @@ def session() -> Session:
     # A child forked while another thread holds the lock, or a native one that is only taken under it, would wait for ever.
     os.register_at_fork(before=made._lock.acquire, after_in_parent=made._lock.release, after_in_child=made._lock.release)
     return made
+
+
+def family_bit(words: Sequence[int]) -> int:
+    """The bit of the extension's `watch` that stands for a key's op family on its device."""
+    return 1 << (op_index(words) + (16 if words[0] >> 8 & 1 else 0))
 
 
 def accuracy_code(accuracy: AccuracyClass) -> int:

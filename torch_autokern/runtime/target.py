@@ -61,6 +61,14 @@ def local_target(device_type: DeviceType = "cpu", threads: int | None = None, de
     return Target("cpu", name, arch, torch.get_num_threads() if threads is None else threads)
 
 
+def here_for(made_for: Target) -> Target:
+    """What this machine has of the kind that `made_for` names: its GPU, or its CPU with as many threads; the CPU as it is where
+    there is no such device."""
+    if made_for.device_type == "cuda":
+        return local_target("cuda", device_index=torch.cuda.current_device()) if torch.cuda.is_available() else local_target()
+    return local_target("cpu", made_for.threads)
+
+
 def stock_build() -> str:
     """The baseline's build: torch "major.minor"."""
     return major_minor(torch.__version__)
