@@ -24,7 +24,7 @@ from torch_autokern.ops import SPECS
 from torch_autokern.runtime.extension import extension
 from torch_autokern.runtime.kernel import LoadedKernel, load_cpu_kernel
 from torch_autokern.runtime.plan import CpuStep, InputArg, LaunchPlan, OutputArg, encode_plan
-from torch_autokern.runtime.session import session
+from torch_autokern.runtime.session import EVERY_FAMILY, session
 from torch_autokern.runtime.table import Row
 from torch_autokern.runtime.target import local_target, stock_build
 from torch_autokern.store.key import KernelKey
@@ -226,9 +226,10 @@ def keys_of(run: Callable[[], object]) -> list[KernelKey]:
 
 
 class Served:
-    """The router's table for one test."""
+    """The router's table for one test. It is filled past the session, which cannot know its op families: all are watched."""
 
     def __init__(self) -> None:
+        session()._families = EVERY_FAMILY
         self._rows: dict[tuple[int, ...], list[tuple[int, int, int, Any]]] = {}
         self._kernels: dict[str, list[tuple[Any, int]]] = {}
         self._published: list[str] = []
@@ -290,6 +291,7 @@ class Served:
     def close(self) -> None:
         """Empty the table and take this test's records away."""
         extension().set_table([])
+        session()._families = 0
         for digest in self._published:
             session().store.clear(digest)
         if self._published:
@@ -375,6 +377,15 @@ def served() -> Iterator[Served]:
         yield table
     table.close()
     ak.disable()
+
+
+@pytest.fixture
+def every_family() -> Iterator[None]:
+    """Scopes watch the calls of all op families, as if the store held kernels of each."""
+    session().refresh()  # the first scope would read the store and replace what follows
+    session()._families = EVERY_FAMILY
+    yield
+    session()._families = 0
 
 
 @pytest.fixture

@@ -47,5 +47,9 @@ class JudgeError(AutokernError):
     """The judge itself could not reach a verdict (not the candidate's fault)."""
 
 
+class DeviceError(JudgeError):
+    """The device itself does not answer any more: nothing can be judged on it until a person has looked."""
+
+
 class StrictModeError(AutokernError):
     """Strict mode: a call inside an optimised scope was not served by a verified kernel."""

@@ -243,3 +243,30 @@ def test_process_with_running_threads_may_not_enter() -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=SINGLE)
     assert "2 threads are running" in run.stdout, run.stderr
+
+
+DEVICE_PROGRAM = """
+import pathlib, sys, threading
+from torch_autokern.build.box import Limits, enter_box
+wait = threading.Event()
+threading.Thread(target=wait.wait, daemon=True).start()
+level = enter_box(readable=[pathlib.Path(sys.prefix)], devices=[pathlib.Path("/dev/full")], allow_weak_box=True)
+print(level)
+for path, mode in (("/dev/full", "rb+"), (sys.argv[1], "rb")):
+    try:
+        open(path, mode, buffering=0).close()
+        print("opened")
+    except OSError as error:
+        print(type(error).__name__)
+"""
+
+
+def test_a_box_with_devices_lets_a_drivers_threads_be_and_says_so(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("precious")
+    run = subprocess.run([sys.executable, "-c", DEVICE_PROGRAM, str(secret)], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+    level, device, file = run.stdout.split()
+    assert level.endswith("mainthread") and "seccomp" in level
+    assert device == "opened"
+    assert file == ("PermissionError" if "landlock" in level else "opened")

@@ -154,6 +154,15 @@ def test_constants_at_namespace_scope_are_no_global_variables() -> None:
     assert "4 bytes of global variables" in kept
 
 
+def test_two_shared_arrays_beside_such_constants_are_no_debug_information() -> None:
+    needs_nvrtc()
+    two = CUDA_SOURCE.replace(
+        "  int i =", "  __shared__ float more[32];\n  if (threadIdx.x < N) more[threadIdx.x] = by;\n  int i ="
+    )
+    two = two.replace("* by", "* more[threadIdx.x % N]").replace('extern "C"', 'constexpr int N = 32;\nextern "C"', 1)
+    assert compile_cuda(cuda(two)).resources["scale"].static_shared_bytes == 1024 + 128
+
+
 def test_without_a_linker_such_constants_are_refused_and_plain_kernels_build(monkeypatch: pytest.MonkeyPatch) -> None:
     found = cuda_toolkit.find_nvrtc()
     bare = dataclasses.replace(found, libraries=found.libraries[:2], links=False)

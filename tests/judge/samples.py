@@ -1,22 +1,38 @@
 """Candidates in `tests/cheats/` and `tests/honest/`: one C++ file each, its task in a JSON comment at the top.
 
-`sizes`, `dtype` ("float32") and `normalized` (how many trailing dimensions LayerNorm covers) make the key. `args` name tensors
-(x, weight, bias, y, mean, rstd) or workspaces. `reason` lists the reasons that may refuse it, null for an honest kernel.
+`sizes`, `dtype` ("float32") and `normalized` (how many trailing dimensions LayerNorm covers) make the key, or `tensors` and
+`scalars` as `autokern judge` takes them. `args` name tensors (x, weight, bias, y, mean, rstd; input0, output0 and so on; four
+bytes further on is "x+4") or workspaces. `reason` lists the reasons that may refuse it, null for an honest kernel.
 """
 
 from __future__ import annotations
 
+import datetime
 import functools
 import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from torch_autokern.build.candidate import Artifact, Candidate
 from torch_autokern.build.compile_cpp import compile_cpp
+from torch_autokern.errors import BuildError, StaticRuleError
+from torch_autokern.judge.outcome import Reason, Refusal
+from torch_autokern.judge.submission import KeyWords, whole_key
+from torch_autokern.judge.verdict import check
 from torch_autokern.ops import SPECS
-from torch_autokern.runtime.plan import CpuStep, InputArg, LaunchPlan, OutputArg, PointerArg, Workspace, WorkspaceArg
+from torch_autokern.runtime.plan import (
+    CpuStep,
+    InputArg,
+    LaunchPlan,
+    OutputArg,
+    PointerArg,
+    Workspace,
+    WorkspaceArg,
+    encode_plan,
+)
 from torch_autokern.runtime.target import local_target
 from torch_autokern.store.key import KernelKey, Target
 
@@ -45,6 +61,14 @@ class Sample:
         """Compile in the box."""
         return compile_cpp(self.candidate, target())
 
+    def write(self, folder: Path) -> Path:
+        """The folder that `autokern judge` takes."""
+        folder.mkdir()
+        (folder / "kernel.cpp").write_text(self.source)
+        (folder / "plan.json").write_bytes(encode_plan(self.candidate.plan))
+        (folder / "key.json").write_bytes(msgspec.json.encode(self.key))
+        return folder
+
 
 @functools.cache
 def target() -> Target:
@@ -55,6 +79,28 @@ def target() -> Target:
 def samples(folder: str) -> list[Sample]:
     """Every file of `cheats` or `honest`."""
     return [Sample(path) for path in sorted((ROOT / folder).glob("*.cpp"))]
+
+
+def third_of(found: list[Sample], number: int) -> list[Sample]:
+    """Every third one, from `number` on."""
+    return found[number % 3 :: 3]
+
+
+def third_of_today() -> int:
+    """Which third the fast tier runs: another one every day."""
+    return datetime.date.today().toordinal() % 3
+
+
+def checked(sample: Sample, trials: int = 2) -> Refusal | None:
+    """What the build and the full check, without timing, say against a candidate."""
+    try:
+        artifact = sample.build()
+    except StaticRuleError as error:
+        return Refusal(Reason.STATIC_RULE, str(error))
+    except BuildError as error:
+        return Refusal(Reason.BUILD_FAILED, str(error))
+    found = check(artifact, sample.key, target(), trials=trials)
+    return found if isinstance(found, Refusal) else None
 
 
 def softmax_key(*sizes: int, dim: int = -1, op: str = "_softmax", dtype: torch.dtype = torch.float32) -> KernelKey:
@@ -70,15 +116,22 @@ def layer_norm_key(*sizes: int, normalized: int = 1, dtype: torch.dtype = torch.
 
 
 def _key(head: dict[str, Any]) -> KernelKey:
+    if "tensors" in head:
+        words = msgspec.convert({name: head[name] for name in ("op", "tensors", "scalars")}, KeyWords)
+        return whole_key(SPECS[words.op], words)
     dtype = getattr(torch, head.get("dtype", "float32"))
     if head["op"] == "native_layer_norm":
         return layer_norm_key(*head["sizes"], normalized=head["normalized"], dtype=dtype)
     return softmax_key(*head["sizes"], dim=head["scalars"]["dim"], op=head["op"], dtype=dtype)
 
 
-def _arg(name: str) -> PointerArg:
+def _arg(text: str) -> PointerArg:
+    name, _, offset = text.partition("+")
+    offset_bytes = int(offset or 0)
+    if name.startswith(("input", "output")) and name[-1].isdigit():
+        return (InputArg if name.startswith("input") else OutputArg)(int(name[-1]), offset_bytes)
     if name in _INPUTS:
-        return InputArg(_INPUTS[name])
+        return InputArg(_INPUTS[name], offset_bytes)
     if name in _OUTPUTS:
-        return OutputArg(_OUTPUTS[name])
-    return WorkspaceArg(name)
+        return OutputArg(_OUTPUTS[name], offset_bytes)
+    return WorkspaceArg(name, offset_bytes)

@@ -24,6 +24,8 @@ PLACEMENTS: tuple[Placement, ...] = ("page_end", "page_start", "heap")
 class StandIn:
     """A function of the tensor arguments, as a candidate."""
 
+    workspaces = ()
+
     def __init__(self, function: Callable[..., Sequence[torch.Tensor | None]]) -> None:
         self._function = function
 

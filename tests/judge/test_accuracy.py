@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from tests.judge.samples import layer_norm_key, softmax_key
-from tests.judge.stand_ins import StandIn, stock_of, task_of, verify
+from tests.judge.stand_ins import StandIn, quiet, stock_of, task_of, verify
 from torch_autokern.judge.accuracy import Pool, limits_for
 from torch_autokern.judge.evidence import Evidence
 from torch_autokern.judge.families import Family
 from torch_autokern.judge.outcome import Accuracy, Reason, Refusal
+from torch_autokern.judge.verify import check_family
 from torch_autokern.ops import SPECS
 from torch_autokern.store.key import KernelKey
 
@@ -241,15 +242,29 @@ def test_a_task_with_a_constant_answer_is_vacuous() -> None:
 def test_large_keys_are_judged_in_chunks_with_the_same_result(monkeypatch: pytest.MonkeyPatch) -> None:
     key = layer_norm_key(32, 256)
     task = task_of(key)
-    from torch_autokern.judge import accuracy
+    from torch_autokern.judge import accuracy, device
     from torch_autokern.judge.inputs import make_inputs
 
     tensors = make_inputs(task.spec, key, Family.NORMAL, torch.Generator().manual_seed(3)).tensors
     stock = task.spec.stock(tensors, key.scalars)
     whole = accuracy.evaluate(task, Family.NORMAL, tensors, [stock], stock)
-    monkeypatch.setattr(accuracy, "_CHUNK_ELEMENTS", 1024)
+    monkeypatch.setitem(device._CHUNK_ELEMENTS, "cpu", 1024)
     parts = accuracy.evaluate(task, Family.NORMAL, tensors, [stock], stock)
     for one, other in zip(whole, parts, strict=True):
         assert one.tallies[0].pool.largest == other.tallies[0].pool.largest
         assert one.tallies[0].pool.rms == pytest.approx(other.tallies[0].pool.rms)
         assert one.tallies[0].worst == other.tallies[0].worst
+
+
+def test_one_draw_of_a_family_that_refuses_a_probe_is_enough() -> None:
+    """A single row's tail has a say in half of the draws only."""
+    key = softmax_key(1, 4096)
+    found = Evidence(task_of(key))
+    alone = []
+    for seed in range(12):
+        report = check_family(task_of(key), stock_of(key), Family.SPIKES, seed, "heap", quiet, with_probes=True)
+        one = Evidence(task_of(key))
+        assert one.add(report) is None and found.add(report) is None
+        alone.append("dropped tail" in one.probes()[0])
+    assert not all(alone)
+    assert "dropped tail" in found.probes()[0]

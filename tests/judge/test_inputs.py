@@ -8,7 +8,7 @@ import torch
 from tests.judge.samples import layer_norm_key, softmax_key
 from torch_autokern.judge.families import Family
 from torch_autokern.judge.inputs import check_supported, families_for, make_inputs
-from torch_autokern.judge.memory import Placement, allocate
+from torch_autokern.judge.memory import Placement, allocate, first_place
 from torch_autokern.ops import SPECS
 from torch_autokern.ops.spec import tensor_key
 from torch_autokern.store.key import KernelKey, TensorKey
@@ -138,3 +138,13 @@ def test_keys_without_a_wider_truth_or_without_elements_are_not_judged() -> None
     assert "float64" in str(check_supported(softmax_key(4, 4, dtype=torch.float64)))
     assert check_supported(softmax_key(0, 4)) is not None
     assert check_supported(softmax_key(4, 4)) is None
+
+
+@pytest.mark.parametrize("place", [(0, 0), (1, 4), (1, 5), (6, 10)])
+def test_the_first_true_element_is_found_in_whichever_piece_it_lies(
+    place: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch_autokern.judge.memory._COMPARED_AT_ONCE", 16)
+    mask = torch.zeros(7, 11, dtype=torch.bool)
+    mask[place] = mask[6, 10] = True
+    assert first_place(mask) == place

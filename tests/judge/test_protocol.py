@@ -96,7 +96,7 @@ def test_stock_is_as_fast_in_the_box_as_outside() -> None:
     request = TimingRequest(1, 0.2, 10, 20)
     artifact = sample.build()
     job = protocol.Job(
-        artifact.identity, sample.candidate.plan, sample.key, 1, Accuracy(), (), None, False, request
+        artifact.identity, sample.candidate.plan, sample.key, 1, Accuracy(), (), None, False, (request,)
     )  # fmt: skip
     with RunnerProcess() as runner:
         assert runner.wait_ready() is None

@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.judge.samples import Sample, samples, softmax_key, target
+from tests.judge.samples import Sample, checked, samples, softmax_key, target, third_of, third_of_today
 from torch_autokern.build.compile_cpp import compile_cpp
 from torch_autokern.errors import BuildError, StaticRuleError
 from torch_autokern.judge.outcome import Reason, Refusal
-from torch_autokern.judge.verdict import check, close_screen, judge, screen
+from torch_autokern.judge.verdict import close_screen, judge, screen
 from torch_autokern.runtime.target import local_target
 from torch_autokern.search.templates import propose
 from torch_autokern.store.record import Verdict
 
 CHEATS = samples("cheats")
 HONEST = samples("honest")
-# One of each kind in the fast tier: a value, a NaN, an unwritten output, a crash, a written input, a static rule, a plan.
-FAST = {
-    "drops_tail", "hides_nan_with_max", "writes_nothing", "reads_past_end", "writes_its_input", "global_counter",
-    "points_outside", "layer_norm_one_pass", "layer_norm_copy",
-}  # fmt: skip
+TODAY = third_of_today()
 
 
 def _screened(sample: Sample) -> str:
@@ -34,22 +30,11 @@ def _screened(sample: Sample) -> str:
     return found.reason.value if isinstance(found, Refusal) else "accepted"
 
 
-def _checked(sample: Sample) -> Refusal | None:
-    try:
-        artifact = sample.build()
-    except StaticRuleError as error:
-        return Refusal(Reason.STATIC_RULE, str(error))
-    except BuildError as error:
-        return Refusal(Reason.BUILD_FAILED, str(error))
-    found = check(artifact, sample.key, target(), trials=2)
-    return found if isinstance(found, Refusal) else None
-
-
-@pytest.mark.parametrize("sample", [s for s in CHEATS if s.name in FAST], ids=lambda s: s.name)
+@pytest.mark.parametrize("sample", third_of(CHEATS, TODAY), ids=lambda s: s.name)
 def test_the_screen_or_the_check_refuses_a_cheat(sample: Sample) -> None:
     reason = _screened(sample)
     if reason == "accepted":  # three families do not see everything
-        refusal = _checked(sample)
+        refusal = checked(sample)
         assert refusal is not None, "accepted"
         reason = refusal.reason.value
     assert reason in sample.reasons
@@ -58,23 +43,35 @@ def test_the_screen_or_the_check_refuses_a_cheat(sample: Sample) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("sample", CHEATS, ids=lambda s: s.name)
 def test_the_full_check_refuses_a_cheat_and_says_why(sample: Sample) -> None:
-    refusal = _checked(sample)
+    refusal = checked(sample)
     assert refusal is not None, "accepted"
     assert refusal.reason.value in sample.reasons, refusal.message
     assert len(refusal.message) > 20
 
 
-@pytest.mark.parametrize("sample", [s for s in HONEST if s.name in ("softmax_rows", "layer_norm_split")], ids=lambda s: s.name)
+@pytest.mark.parametrize("sample", third_of(HONEST, TODAY), ids=lambda s: s.name)
 def test_an_honest_kernel_is_right(sample: Sample) -> None:
-    assert _checked(sample) is None
+    assert checked(sample) is None
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sample", HONEST, ids=lambda s: s.name)
 def test_an_honest_kernel_is_right_in_three_repeats(sample: Sample) -> None:
     for _ in range(3):
-        refusal = _checked(sample)
+        refusal = checked(sample)
         assert refusal is None, refusal
+
+
+def test_the_corpora_are_as_large_as_promised() -> None:
+    assert len(CHEATS) >= 60 and len(HONEST) >= 30
+    assert all(s.reasons and set(s.reasons) <= {reason.value for reason in Reason} for s in CHEATS)
+    assert not any(s.reasons for s in HONEST)
+
+
+def test_three_days_run_every_file() -> None:
+    for corpus in (CHEATS, HONEST):
+        names = [s.name for number in range(3) for s in third_of(corpus, number)]
+        assert sorted(names) == sorted(s.name for s in corpus)
 
 
 def test_a_crash_ends_only_the_pooled_process() -> None:

@@ -15,7 +15,8 @@ from torch_autokern.judge.evidence import Evidence
 from torch_autokern.judge.families import Family
 from torch_autokern.judge.measure import TimingRequest, candidate_side, measure, stock_side
 from torch_autokern.judge.outcome import Reason, Refusal, RefusedError
-from torch_autokern.judge.verify import CandidateCode, check_state
+from torch_autokern.judge.state import StateChecks
+from torch_autokern.judge.verify import CandidateCode
 from torch_autokern.ops import SPECS
 
 KEY = softmax_key(64, 100)
@@ -90,12 +91,14 @@ def test_results_that_differ_but_are_right_are_recorded_as_not_guaranteed() -> N
 
 
 def _state(code: CandidateCode) -> dict[str, str]:
-    return check_state(task_of(KEY), code, 11, quiet)
+    return StateChecks(task_of(KEY), code, 11, quiet).run()
 
 
 def test_stock_passes_the_checks_of_state() -> None:
     checks = _state(stock_of(KEY))
-    assert set(checks) == {"layout", "repeats", "threads", "concurrent callers"}
+    assert set(checks) == {
+        "layout", "poisoned workspaces", "repeats", "same addresses", "threads", "other work", "concurrent callers",
+    }  # fmt: skip
     assert all(text.startswith("passed") for text in checks.values())
 
 
@@ -135,10 +138,48 @@ def test_two_callers_that_disturb_each_other_are_refused() -> None:
     assert caught.value.refusal.reason is Reason.STALE_RESULT
 
 
+def test_a_result_remembered_by_address_is_refused() -> None:
+    """Right for every new address: only other contents at an address that was seen before tell."""
+    memory: dict[int, torch.Tensor] = {}
+
+    class Remembers(StandIn):
+        def run_into(self, tensors, outputs) -> None:  # type: ignore[no-untyped-def]
+            known = memory.setdefault(tensors[0].data_ptr(), torch.softmax(tensors[0], 1))
+            outputs[0].copy_(known)
+
+    with pytest.raises(RefusedError) as caught:
+        _state(Remembers(lambda x: (torch.softmax(x, 1),)))
+    assert caught.value.refusal.reason is Reason.STALE_RESULT and "same addresses" in caught.value.refusal.message
+
+
+def test_a_kernel_that_other_work_disturbs_is_refused() -> None:
+    def disturbed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (torch.softmax(x * (1.01 if threading.active_count() > before else 1.0), 1),)
+
+    before = threading.active_count()
+    with pytest.raises(RefusedError) as caught:
+        _state(StandIn(disturbed))
+    assert caught.value.refusal.reason is Reason.STALE_RESULT and "other work" in caught.value.refusal.message
+
+
+def test_state_of_a_kernel_whose_last_bits_vary_is_checked_all_the_same() -> None:
+    calls = [0]
+
+    def varies(x: torch.Tensor, factor: float = 1.0) -> tuple[torch.Tensor, ...]:
+        calls[0] += 1
+        y = torch.softmax(x * factor, 1)
+        y.view(torch.int32)[0, 0] ^= calls[0] % 3 & 1
+        return (y,)
+
+    assert _state(StandIn(varies))["repeats"].startswith("not guaranteed")
+    with pytest.raises(RefusedError):
+        _state(StandIn(lambda x: varies(x, 1.01 if torch.get_num_threads() > 1 else 1.0)))
+
+
 def _measure(code: CandidateCode) -> object:
     task = task_of(KEY)
     request = TimingRequest(3, 0.0, 4, 4)
-    return measure(task, stock_side(task), candidate_side(code), request, quiet, 1 << 20)
+    return measure(task, stock_side(task), candidate_side(task, code), request, quiet, 1 << 20)
 
 
 def test_a_result_cached_by_address_is_caught_while_timing() -> None:

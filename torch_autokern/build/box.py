@@ -119,11 +119,14 @@ def enter_box(
     writable: Sequence[Path] = (),
     limits: Limits | None = None,
     allow_weak_box: bool = False,
+    devices: Sequence[Path] = (),
 ) -> str:
     """Put the calling process into the box for good, once everything it needs is loaded (torch, and its inputs).
 
     Afterwards it can read and write only the paths given, start no program and no process (threads it can), open no socket,
-    signal nobody else, and change neither its scheduling nor another process's limits.
+    signal nobody else, and change neither its scheduling nor another process's limits. With `devices`, which stay usable, a
+    driver may have started threads of its own: those stay outside, and the level says ``mainthread``. A candidate for such a
+    device has no code for the host, and the driver reads its image on the thread that enters here.
 
     Returns:
         The layers that hold, such as ``landlock7+seccomp+nocaps+rlimits``.
@@ -132,18 +135,19 @@ def enter_box(
         BoxError: other threads are running already (they would stay outside), or the level is below what native code needs.
     """
     threads = len(os.listdir("/proc/self/task"))
-    if threads != 1:
+    if threads != 1 and not devices:
         raise BoxError(
             f"{threads} threads are running, and a thread enters the box alone: enter it before the first parallel call, with"
             " OPENBLAS_NUM_THREADS=1 and MKL_NUM_THREADS=1"
         )
     limits = limits or Limits(cpu_seconds=None, memory_bytes=None, open_files=None)
     paths = [str(path) for path in readable], [str(path) for path in writable]
+    nodes = [str(path) for path in devices]
     try:
-        layers = box_launcher.restrict_self(*paths, asdict(limits), allow_processes=False)
+        layers = box_launcher.restrict_self(*paths, asdict(limits), allow_processes=False, devices=nodes)
     except (box_launcher.BoxSetupError, OSError, ValueError) as error:
         raise BoxError(f"the box could not be set up: {error}") from error
-    level = "+".join(layers)
+    level = "+".join([*layers, *(["mainthread"] if threads != 1 else [])])
     if not box_launcher.is_strong(layers) and not allow_weak_box:
         raise BoxError(_weak(level))
     return level

@@ -108,9 +108,9 @@ def landlock_abi() -> int:
     return max(0, int(_libc.syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1))))
 
 
-def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> int:
-    """Allow this thread to read below `readable`, to write below `writable`, and no other file; refuse TCP from ABI 4,
-    signals and abstract sockets to the outside from ABI 6. Missing paths are left out.
+def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: Iterable[str] = ()) -> int:
+    """Allow this thread to read below `readable`, to write below `writable`, to use `devices` (ioctl included), and no other
+    file; refuse TCP from ABI 4, signals and abstract sockets to the outside from ABI 6. Missing paths are left out.
 
     Returns:
         The Landlock version used; 0 where the kernel has none and nothing was restricted.
@@ -131,6 +131,8 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str]) -> int:
             _allow(ruleset, path, handled & ~(1 << 15))
         for path in _DEVICES:
             _allow(ruleset, path, (_READ_FILE | _WRITE_FILE | 1 << 14) & handled)
+        for path in devices:
+            _allow(ruleset, path, (_READ_FILE | _WRITE_FILE | _READ_DIR | 1 << 15) & handled)
         restricted = _libc.syscall(_LANDLOCK_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0)) == 0
     finally:
         os.close(ruleset)
@@ -173,9 +175,10 @@ def enter_namespaces() -> list[str]:
 
 
 def restrict_self(
-    readable: Sequence[str], writable: Sequence[str], limits: dict[str, int | None], *, allow_processes: bool
-) -> list[str]:
-    """Apply, to the calling single-threaded process and for good: limits, no capabilities, Landlock, seccomp.
+    readable: Sequence[str], writable: Sequence[str], limits: dict[str, int | None], *, allow_processes: bool,
+    devices: Sequence[str] = (),
+) -> list[str]:  # fmt: skip
+    """Apply, to the calling thread and those that it starts, and for good: limits, no capabilities, Landlock, seccomp.
 
     Returns:
         The layers that hold, such as ``["landlock7", "seccomp", "nocaps", "rlimits"]``.
@@ -183,7 +186,7 @@ def restrict_self(
     set_limits(limits)
     without_powers = drop_capabilities()
     forbid_new_privileges()
-    version = restrict_files(readable, writable)
+    version = restrict_files(readable, writable, devices)
     filtered = install_filter(_libc, allow_processes=allow_processes)
     layers = {f"landlock{version}": version > 0, "seccomp": filtered, "nocaps": without_powers, "rlimits": True}
     return [name for name, holds in layers.items() if holds]

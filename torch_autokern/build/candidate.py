@@ -11,6 +11,8 @@ from torch_autokern.runtime.plan import LaunchPlan, encode_plan
 
 Language = Literal["cpp", "cuda", "triton"]
 Parameter = bool | int | float | str
+BINARY_BLOBS = {"cpu": "kernel.so", "cuda": "kernel.cubin"}
+_SUFFIXES = {"cpp": "cpp", "cuda": "cu", "triton": "py"}
 
 
 class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,3 +68,16 @@ class Artifact(msgspec.Struct, frozen=True):
     kind: Literal["cpu", "cuda"] = "cpu"
     arch: str = ""
     resources: dict[str, KernelResources] = {}
+
+    def blobs(self) -> dict[str, bytes]:
+        """What a record keeps of it, by name: plan, binary and source."""
+        return {
+            "plan.json": encode_plan(self.candidate.plan),
+            BINARY_BLOBS[self.kind]: self.binary,
+            source_blob(self.candidate.language): self.candidate.source.encode(),
+        }
+
+
+def source_blob(language: Language) -> str:
+    """Name of the source in a record."""
+    return f"source.{_SUFFIXES[language]}"

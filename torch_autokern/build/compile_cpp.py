@@ -150,6 +150,25 @@ def compile_cpp(
     return Artifact(candidate, binary, candidate.candidate_id, tools, build.level, seconds)
 
 
+def compile_sanitized_program(
+    candidate: Candidate, target: Target, harness: str, sanitizers: tuple[Sanitizer, ...], *, allow_weak_box: bool = False
+) -> bytes:
+    """A candidate and our own `main` around it (C++ text that calls its entries), as one sanitized program that loads nothing.
+
+    Raises:
+        BuildError, ToolchainError, BoxError: as `compile_cpp`; also where the sanitizer's library is not installed.
+    """
+    compiler = find_compiler()
+    with tempfile.TemporaryDirectory(prefix="autokern-build-") as folder:
+        build = _Build(candidate, compiler, Path(folder), allow_weak_box)
+        # gcc defines a left shift of a negative number, as C++20 does.
+        flags = [*_flags(compiler, target, sanitizers, candidate), "-g1", "-fno-sanitize-recover=all", "-fno-sanitize=shift-base"]
+        flags += ["-U__SANITIZE_ADDRESS__", "-U__SANITIZE_THREAD__"]  # or a candidate could behave where it is looked at
+        build.step([*flags, "-c", "-x", "c++", "-", "-o", "kernel.o"], build_unit(candidate), "kernel.o")
+        link = [*flags, "-x", "c++", "-", "-x", "none", "kernel.o", "-o", "program", "-lm", "-pthread"]
+        return build.step(link, harness.encode(), "program")
+
+
 def _flags(compiler: Compiler, target: Target, sanitizers: tuple[Sanitizer, ...], candidate: Candidate) -> list[str]:
     flags = ["-O1" if sanitizers else "-O3", *_CODE_FLAGS, *_ARCH_FLAGS[target.arch]]
     if compiler.kind == "gcc":

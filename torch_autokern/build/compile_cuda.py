@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from torch_autokern.build.boxed_python import failure_words, private_words, read_output, run_child
-from torch_autokern.build.candidate import Artifact, Candidate, KernelResources
+from torch_autokern.build.candidate import BINARY_BLOBS, Artifact, Candidate, KernelResources
 from torch_autokern.build.cuda_source import OWN_HEADERS, source_problems
 from torch_autokern.build.cuda_toolkit import find_nvrtc
 from torch_autokern.errors import BuildError, StaticRuleError, ToolchainError
@@ -18,7 +18,7 @@ from torch_autokern.runtime.cubin_rules import check_cubin, parse_arch
 from torch_autokern.runtime.plan import entries
 
 MAX_SOURCE_BYTES = 1 << 20
-CUBIN_BLOB = "kernel.cubin"
+CUBIN_BLOB = BINARY_BLOBS["cuda"]
 _CHILD = Path(__file__).with_name("nvrtc_child.py")
 # IEEE division and square root and no flush to zero, as ATen's own kernels are built; -v reports spills.
 _OPTIONS = (

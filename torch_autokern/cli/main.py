@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torch_autokern import __version__
-from torch_autokern.cli import cache, demo, doctor, explain, record, shell, stats, warm
+from torch_autokern.cli import cache, demo, doctor, explain, judge, record, shell, stats, verify, warm
 
 app = typer.Typer(
     name="autokern",
@@ -38,6 +38,9 @@ def _root(version: _Version = False) -> None:
 
 app.command("record", context_settings=record.CONTEXT)(record.record)
 app.command("warm")(warm.warm)
+app.command("judge")(judge.judge)
+app.command("verify")(verify.verify)
+app.command("bench")(verify.bench)
 app.command("explain")(explain.explain)
 app.command("stats")(stats.stats)
 app.add_typer(cache.app, name="cache")

@@ -36,6 +36,11 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())
 
 
+def plain(text: str) -> str:
+    """A candidate's or compiler's words: data, without control characters that could paint the terminal."""
+    return "".join(letter if letter.isprintable() or letter == "\n" else "?" for letter in text)
+
+
 def results() -> Console:
     """Where results go."""
     return Console(highlight=False)

@@ -8,14 +8,15 @@ is and over `PERMUTATIONS` orders of the reduced dimension.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
 import torch
 
+from torch_autokern.judge.device import chunk_elements, draw
 from torch_autokern.judge.families import Family
-from torch_autokern.judge.outcome import Accuracy
+from torch_autokern.judge.outcome import Accuracy, Place
 from torch_autokern.judge.rows import Permutation, permutable, permuted_stock, row_axis
 from torch_autokern.ops.spec import OpSpec
 from torch_autokern.store.key import KernelKey
@@ -24,8 +25,10 @@ PERMUTATIONS = 8
 RMS_FACTOR = 1.25
 MAX_FACTOR = 2.0
 MIN_ELEMENTS_FOR_RMS = 256
+MAX_PLACES = 5  # wrong elements that a refusal lists
+SAMPLE_ELEMENTS = 16 << 20  # of larger keys most trials compare a random run of rows of about this size with the truth
 ENVELOPE_ELEMENTS = 4 << 20  # orders of larger keys are tried on a random run of rows of about this size
-_CHUNK_ELEMENTS = 1 << 20
+_PIECE_ELEMENTS = 1 << 17
 _HUGE = 1e300  # JSON has no infinity
 _WRONG_INTEGER = 1e30
 
@@ -51,31 +54,29 @@ class Pool(msgspec.Struct, forbid_unknown_fields=True):
         return math.sqrt(self.sum_squares / self.count) if self.count else 0.0
 
 
-class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One element of a result, what was got there and what was expected (as text: NaN and infinities survive)."""
-
-    index: tuple[int, ...]
-    got: str
-    expected: str
-
-
 class Tally(msgspec.Struct, forbid_unknown_fields=True):
     """One result against the truth. `nonfinite` and `nonzero` are the first position that breaks a rule without a measure:
-    NaN or infinity where there should be none (or the reverse), and a value where the scale is exactly 0."""
+    NaN or infinity where there should be none (or the reverse), and a value where the scale is exactly 0. `beyond` counts
+    elements above `evaluate`'s `mark`, `first` are the first of them."""
 
     pool: Pool = msgspec.field(default_factory=Pool)
     worst: Place | None = None
     nonfinite: Place | None = None
     nonzero: Place | None = None
+    beyond: int = 0
+    first: tuple[Place, ...] = ()
 
 
 class OutputReport(msgspec.Struct, forbid_unknown_fields=True):
-    """One output in one trial: the candidate, stock as called and on permuted inputs, and one ulp of the output dtype."""
+    """One output in one trial: the candidate, stock as called and on permuted inputs, and one ulp of the output dtype.
+    `beyond` counts elements over the trial's limit for a single one, `first` are the first of them."""
 
     elements: int
     candidate: Tally
     stock: tuple[Pool, ...]
     ulp: Pool
+    beyond: int = 0
+    first: tuple[Place, ...] = ()
 
 
 class Limits(msgspec.Struct, frozen=True):
@@ -124,21 +125,24 @@ def limits_for(task: Task, output: int, family: Family, elements: int, stock: Se
 
 
 def evaluate(
-    task: Task, family: Family, tensors: Outputs, results: Sequence[Outputs], stock: Outputs, located: int | None = None
-) -> list[Score]:
+    task: Task, family: Family, tensors: Outputs, results: Sequence[Outputs], stock: Outputs, located: int | None = None,
+    mark: float = math.inf, rows: range | None = None,
+) -> list[Score]:  # fmt: skip
     """Score several results of one call at once; one entry per output, empty scores for absent outputs.
 
-    Truth is computed in chunks of independent rows, so that its temporaries stay in cache. Positions are looked up for the
-    first `located` results only (all by default).
+    Truth is computed in chunks of independent rows, on the device of the results, so that its temporaries stay small.
+    Positions are looked up for the first `located` results only (all by default), and among them those with an error above
+    `mark`. `rows`: only these slices of the row axis.
     """
     axis = row_axis(task.spec, task.key)
     scores = [Score([Tally() for _ in results]) for _ in task.key.outputs]
     cut = next(((t, dim) for t, dim in zip(stock, axis.outputs, strict=True) if t is not None and dim is not None), None)
-    rows = 1 if cut is None else cut[0].shape[cut[1]]
-    numel = max(t.numel() for t in (*tensors, *stock) if t is not None)
-    step = max(1, min(rows, _CHUNK_ELEMENTS * rows // max(numel, 1)))
-    for start in range(0, rows, step):
-        length = min(step, rows - start)
+    count = 1 if cut is None else cut[0].shape[cut[1]]
+    widest = max((t for t in (*tensors, *stock) if t is not None), key=torch.Tensor.numel)
+    step = max(1, min(count, chunk_elements(widest.device) * count // max(widest.numel(), 1)))
+    judged = range(count) if rows is None else rows
+    for start in judged[::step]:
+        length = min(step, judged.stop - start)
         part = axis.cut(tensors, start, length)
         truth = task.spec.reference(part, task.key.scalars)
         scale = _scales(task, family, truth, part)
@@ -148,22 +152,32 @@ def evaluate(
             reference = stock_part[index]
             if reference is None:
                 continue
-            chunk = _Chunk(task, family, truth[index], scale[index], reference, axis.outputs[index], start)
-            chunk.score(score, [p[index] for p in parts], len(results) if located is None else located)
+            dim = axis.outputs[index]
+            chunk = _Chunk(task, family, truth[index], scale[index], reference, () if dim is None else ((dim, start),), mark)
+            for piece, got in chunk.pieces([p[index] for p in parts]):
+                piece.score(score, got, len(results) if located is None else located)
     return scores
 
 
 def evaluate_with_envelope(
-    task: Task, family: Family, tensors: Outputs, candidates: Sequence[Outputs], stock: Outputs, generator: torch.Generator
-) -> tuple[list[Score], list[list[Pool]]]:
+    task: Task, family: Family, tensors: Outputs, candidates: Sequence[Outputs], stock: Outputs, generator: torch.Generator, *,
+    sampled: bool = False,
+) -> tuple[list[Score], list[list[Pool]]]:  # fmt: skip
     """Scores of the candidate's results, and per output stock's pools: as called, then over `PERMUTATIONS` orders.
 
-    Orders of a large key are tried on a random run of rows of about `ENVELOPE_ELEMENTS`.
+    Orders of a large key are tried on a random run of rows of about `ENVELOPE_ELEMENTS`; where `sampled`, all is judged on one
+    of about `SAMPLE_ELEMENTS`.
     """
     axis = row_axis(task.spec, task.key)
     largest = max(t.numel() for t in (*tensors, *stock) if t is not None)
-    length = max(1, min(axis.size, ENVELOPE_ELEMENTS * axis.size // largest))
-    start = int(torch.randint(0, axis.size - length + 1, (), generator=generator))
+
+    def run_of(elements: int) -> tuple[int, int]:
+        length = max(1, min(axis.size, elements * axis.size // largest))
+        return draw(0, axis.size - length + 1, generator), length
+
+    start, length = run_of(ENVELOPE_ELEMENTS)
+    first, count_judged = run_of(SAMPLE_ELEMENTS)
+    judged = range(first, first + count_judged) if sampled else None
     part, stock_part = axis.cut(tensors, start, length), axis.cut_outputs(stock, start, length)
     count = permutable(task.spec, task.key).length
     orders = [Permutation.draw(count, generator) for _ in range(PERMUTATIONS)]
@@ -173,10 +187,29 @@ def evaluate_with_envelope(
         scores = evaluate(task, family, tensors, [*candidates, stock, *permuted], stock, ours)
         pools = [[tally.pool for tally in score.tallies[ours:]] for score in scores]
     else:
-        scores = evaluate(task, family, tensors, [*candidates, stock], stock, ours)
+        scores = evaluate(task, family, tensors, [*candidates, stock], stock, ours, rows=judged)
         further = evaluate(task, family, part, permuted, stock_part, 0)
         pools = [[a.tallies[ours].pool] + [t.pool for t in b.tallies] for a, b in zip(scores, further, strict=True)]
     return [Score(score.tallies[:ours], score.ulp) for score in scores], pools
+
+
+def plainly_wrong(task: Task, family: Family, tensors: Outputs, ours: Outputs) -> tuple[int, Tally, Limits] | None:
+    """The first output beyond twice the limits of a single trial, which the families have judged finely. Of large results
+    the first rows are looked at, and stock is called for those alone: a whole result of stock's may not fit beside ours."""
+    axis = row_axis(task.spec, task.key)
+    largest = max(t.numel() for t in (*tensors, *ours) if t is not None)
+    length = max(1, min(axis.size, SAMPLE_ELEMENTS * axis.size // largest))
+    tensors, ours = axis.cut(tensors, 0, length), axis.cut_outputs(ours, 0, length)
+    stock = task.spec.stock(tensors, task.key.scalars)
+    for index, score in enumerate(evaluate(task, family, tensors, [ours, stock], stock)):
+        result = stock[index]
+        if result is None:
+            continue
+        mine, theirs = score.tallies
+        limit = limits_for(task, index, family, result.numel(), [theirs.pool], score.ulp)
+        if mine.nonfinite is not None or mine.nonzero is not None or mine.pool.largest > 2 * limit.largest:
+            return index, mine, limit
+    return None
 
 
 def _scales(task: Task, family: Family, truth: Sequence[torch.Tensor], tensors: Outputs) -> tuple[torch.Tensor, ...]:
@@ -206,15 +239,32 @@ def _absolute(
 
 @dataclass(frozen=True)
 class _Chunk:
-    """One output's rows from `start` on dimension `dim`: what is true there, in which unit, and what stock says."""
+    """A part of one output, which starts at `starts` (dimension, index): what is true there, in which unit, and what stock
+    says."""
 
     task: Task
     family: Family
     truth: torch.Tensor
     scale: torch.Tensor
     stock: torch.Tensor
-    dim: int | None
-    start: int
+    starts: tuple[tuple[int, int], ...]
+    mark: float
+
+    def pieces(self, results: Outputs) -> Iterator[tuple[_Chunk, list[torch.Tensor | None]]]:
+        """The same with every result; on a CPU in pieces whose temporaries stay in a core's cache."""
+        sizes = self.truth.shape
+        dim = next((place for place, size in enumerate(sizes) if size > 1), 0)
+        if self.truth.numel() < 2 * _PIECE_ELEMENTS or self.truth.is_cuda:
+            yield self, list(results)
+            return
+        step = max(1, _PIECE_ELEMENTS * sizes[dim] // self.truth.numel())
+        for start in range(0, sizes[dim], step):
+            truth, scale, stock, *got = (
+                None if t is None else t.narrow(dim, start, min(step, sizes[dim] - start))
+                for t in (self.truth, self.scale, self.stock, *results)
+            )
+            assert truth is not None and scale is not None and stock is not None
+            yield _Chunk(self.task, self.family, truth, scale, stock, (*self.starts, (dim, start)), self.mark), got
 
     def score(self, score: Score, results: Outputs, located: int) -> None:
         """Add every result's errors to its tally."""
@@ -238,6 +288,8 @@ class _Chunk:
                 pool = _pool(error)
             if wanted and pool.largest > tally.pool.largest:
                 tally.worst = self._place(error, got)
+            if wanted and pool.largest > self.mark:
+                self._note_beyond(error, got, tally)
             tally.pool.add(pool)
             if wanted and zero is not None and tally.nonzero is None:
                 wrong = zero & (got != 0) & torch.isfinite(got)
@@ -267,15 +319,23 @@ class _Chunk:
             tally.nonfinite = self._place(wrong.to(torch.uint8), got)
         return torch.where(bound & (expected == 0) & (ours == 0), error, torch.zeros_like(error))
 
+    def _note_beyond(self, error: torch.Tensor, got: torch.Tensor, tally: Tally) -> None:
+        beyond = (error > self.mark).reshape(-1).nonzero().reshape(-1)
+        tally.beyond += beyond.numel()
+        wanted = beyond[: MAX_PLACES - len(tally.first)].tolist()
+        tally.first += tuple(self._place_at(flat, error.shape, got) for flat in wanted)
+
     def _place(self, score: torch.Tensor, got: torch.Tensor) -> Place:
-        flat = int(score.reshape(-1).argmax())
+        return self._place_at(int(score.reshape(-1).argmax()), score.shape, got)
+
+    def _place_at(self, flat: int, shape: torch.Size, got: torch.Tensor) -> Place:
         index: list[int] = []
-        for size in reversed(score.shape):  # torch.unravel_index imports sympy: 1.6 s
+        for size in reversed(shape):  # torch.unravel_index imports sympy: 1.6 s
             flat, position = divmod(flat, size)
             index.insert(0, position)
         seen, wanted = float(got[tuple(index)]), float(self.truth[tuple(index)])
-        if self.dim is not None:
-            index[self.dim] += self.start
+        for dim, start in self.starts:
+            index[dim] += start
         return Place(tuple(index), repr(seen), repr(wanted))
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch_autokern.judge.accuracy import Limits, OutputReport, Place, Pool, Tally, Task, limits_for
+import msgspec
+
+from torch_autokern.judge.accuracy import Limits, OutputReport, Pool, Tally, Task, limits_for
 from torch_autokern.judge.families import Family
-from torch_autokern.judge.outcome import Reason, Refusal
+from torch_autokern.judge.outcome import Place, Reason, Refusal
 from torch_autokern.judge.verify import FamilyReport
 from torch_autokern.store.record import FamilyError
 
@@ -20,11 +22,18 @@ class _Output:
     candidate: Pool = field(default_factory=Pool)
     stock: list[Pool] = field(default_factory=list)
     ulp: Pool = field(default_factory=Pool)
-    worst: Place | None = None
+    worst: OutputReport | None = None
+    worst_seed: int = 0
 
-    def add(self, report: OutputReport) -> None:
-        if report.candidate.pool.largest >= self.candidate.largest:
-            self.worst = report.candidate.worst
+    @property
+    def place(self) -> Place | None:
+        """The worst element of all trials."""
+        return None if self.worst is None else self.worst.candidate.worst
+
+    def add(self, report: OutputReport, seed: int) -> None:
+        """Take in one trial."""
+        if self.worst is None or report.candidate.pool.largest > self.candidate.largest:
+            self.worst, self.worst_seed = report, seed
         self.candidate.add(report.candidate.pool)
         self.ulp.add(report.ulp)
         if not self.stock:
@@ -40,8 +49,11 @@ class Evidence:
     task: Task
     deterministic: bool = True
     seeds: dict[Family, list[int]] = field(default_factory=dict)
+    cases: dict[Family, dict[int, str]] = field(default_factory=dict)
+    state_seeds: list[int] = field(default_factory=list)
+    timing_seeds: list[int] = field(default_factory=list)
     _outputs: dict[tuple[Family, int], _Output] = field(default_factory=dict)
-    _probes: dict[str, dict[tuple[Family, int], Tally]] = field(default_factory=dict)
+    _probes: dict[str, dict[tuple[Family, int], list[Tally]]] = field(default_factory=dict)
 
     def add(self, report: FamilyReport) -> Refusal | None:
         """Take in one trial; a refusal where it broke a rule without a measure."""
@@ -53,11 +65,11 @@ class Evidence:
                 continue
             broken = _unmeasured(family, report.seed, index, output)
             if broken is not None:
-                return broken
-            self._outputs.setdefault((family, index), _Output(output.elements)).add(output)
+                return msgspec.structs.replace(broken, cases=self._cases(family, [report.seed]))
+            self._outputs.setdefault((family, index), _Output(output.elements)).add(output, report.seed)
         for name, tallies in report.probes.items():
             for index, tally in enumerate(tallies):
-                self._probes.setdefault(name, {})[family, index] = tally
+                self._probes.setdefault(name, {}).setdefault((family, index), []).append(tally)
         return None
 
     def check(self, slack: float = 1.0) -> Refusal | None:
@@ -71,10 +83,13 @@ class Evidence:
             shown, allowed, stock = (
                 (rms, limit.rms, limit.stock_rms) if by_rms else (largest, limit.largest, limit.stock_largest)
             )
+            place, worst = output.place, output.worst
             return Refusal(
                 Reason.WRONG_VALUE, self._message(family, index, by_rms, shown, allowed, stock), family.value,
-                self.seeds[family][-1], index, output.worst.index if output.worst else None, _number(output.worst, "got"),
-                _number(output.worst, "expected"), shown, stock, allowed,
+                output.worst_seed, index, place.index if place else None, _number(place, "got"),
+                _number(place, "expected"), shown, stock, allowed,
+                beyond=worst.beyond if worst else 0, first=worst.first if worst else (),
+                cases=self._cases(family, self.seeds[family]),
             )  # fmt: skip
         return None
 
@@ -86,11 +101,16 @@ class Evidence:
         """Probe name to what refused it; and the first probe that nothing refused, None where all were."""
         refused: dict[str, str] = {}
         for name, tallies in self._probes.items():
-            found = next((text for place, tally in tallies.items() if (text := self._refuses(place, tally))), None)
+            seen = ((place, tally) for place, trials in tallies.items() for tally in trials)
+            found = next((text for place, tally in seen if (text := self._refuses(place, tally))), None)
             if found is None:
                 return refused, name
             refused[name] = found
         return refused, None
+
+    def _cases(self, family: Family, seeds: Sequence[int]) -> tuple[str, ...]:
+        known = self.cases.get(family, {})
+        return tuple(known[seed] for seed in seeds if seed in known)
 
     def _refuses(self, place: tuple[Family, int], tally: Tally) -> str | None:
         family, index = place
@@ -131,8 +151,8 @@ class Evidence:
             f"family {family.value}, output {index}: {'rms' if by_rms else 'largest'} error {shown:.3g} {unit}, "
             f"allowed {allowed:.3g} (stock's own: {stock:.3g}), pooled over {len(self.seeds[family])} trials."
         )
-        if output.worst is not None:
-            text += f" Worst at {output.worst.index}: got {output.worst.got}, expected {output.worst.expected}."
+        if output.place is not None:
+            text += f" Worst at {output.place.index}: got {output.place.got}, expected {output.place.expected}."
         return f"{text} {_ADVICE.get(family, '')}".rstrip()
 
 

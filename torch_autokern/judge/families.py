@@ -65,12 +65,12 @@ class Draw:
 
     def number(self, low: float, high: float) -> float:
         """One uniform draw for the whole trial."""
-        return low + (high - low) * float(torch.rand((), generator=self.generator, dtype=torch.float64))
+        return low + (high - low) * float(torch.rand((), generator=self.generator, dtype=torch.float64, device=self.out.device))
 
     def per_row(self) -> torch.Tensor:
         """Uniform [0, 1) of the rows' shape."""
         sizes = [1 if i in self.reduced else n for i, n in enumerate(self.out.shape)]
-        return torch.rand(sizes, generator=self.generator, dtype=self.out.dtype)
+        return torch.rand(sizes, generator=self.generator, dtype=self.out.dtype, device=self.out.device)
 
     def normal(self) -> torch.Tensor:
         """Standard normal over the whole tensor."""
@@ -119,7 +119,7 @@ def _wide_columns(draw: Draw) -> None:
     """Columns over 2^-40..2^40, and the inverse on the other operand: half-precision splits die here."""
     limit = 6 if draw.narrow_range else 40
     size = draw.out.shape[draw.reduced[-1]]
-    exponents = torch.randint(-limit, limit + 1, (size,), generator=draw.shared).to(draw.out.dtype)
+    exponents = torch.randint(-limit, limit + 1, (size,), generator=draw.shared, device=draw.out.device).to(draw.out.dtype)
     shape = [1] * draw.out.dim()
     shape[draw.reduced[-1]] = size
     draw.normal().mul_(torch.exp2(-exponents if draw.second else exponents).reshape(shape))
@@ -186,14 +186,20 @@ def _nonfinite(draw: Draw) -> None:
     draw.normal()
     rows = max(1, math.prod(n for i, n in enumerate(draw.out.shape) if i not in draw.reduced))
     count = max(3, min(rows, draw.out.numel()) // 2)
-    values = torch.tensor([math.nan, math.inf, -math.inf], dtype=draw.out.dtype)
-    kinds = torch.randint(0, 3, (count,), generator=draw.generator)
+    values = torch.tensor([math.nan, math.inf, -math.inf], dtype=draw.out.dtype, device=draw.out.device)
+
+    def whole(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, (count,), generator=draw.generator, device=draw.out.device)
+
+    kinds = whole(0, 3)
     kinds[:3] = torch.arange(3)
-    index = [torch.randint(0, n, (count,), generator=draw.generator) for n in draw.out.shape]
+    index = [whole(0, n) for n in draw.out.shape]
     if rows > 1:
         outer = next(i for i, n in enumerate(draw.out.shape) if i not in draw.reduced and n > 1)
-        index[outer] = torch.randint(1, draw.out.shape[outer], (count,), generator=draw.generator)
-    draw.out.index_put_(tuple(index), values[kinds])
+        index[outer] = whole(1, draw.out.shape[outer])
+    for kind in range(3):  # one after the other: which of two writes to one place comes last is open on a GPU
+        chosen = kinds == kind
+        draw.out.index_put_(tuple(place[chosen] for place in index), values[kind])
 
 
 def _integers(draw: Draw) -> None:
@@ -224,4 +230,4 @@ FILL: dict[Family, Callable[[Draw], None]] = {
 def fill_parameter(out: torch.Tensor, generator: torch.Generator) -> None:
     """A weight or bias: random sign, magnitude in [0.25, 2), never 0 and, but for a chance of 2^-24, never 1."""
     out.uniform_(-1.75, 1.75, generator=generator)
-    out.add_(torch.copysign(torch.full((), 0.25, dtype=out.dtype), out))
+    out.add_(torch.copysign(torch.full((), 0.25, dtype=out.dtype, device=out.device), out))

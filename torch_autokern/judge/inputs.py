@@ -7,8 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from torch_autokern.errors import InvalidInputError
+from torch_autokern.judge.device import draw, generator_on
 from torch_autokern.judge.families import FILL, Draw, Family, fill_parameter
 from torch_autokern.judge.memory import INPUT_GUARD, Placement, Region, allocate, same_bits
+from torch_autokern.judge.remembered import fingerprints
 from torch_autokern.ops import SPECS
 from torch_autokern.ops.spec import OpSpec
 from torch_autokern.store.key import KernelKey, TensorKey
@@ -36,6 +38,10 @@ class InputSet:
             for mine, theirs in pairs
         )  # fmt: skip
 
+    def fingerprints(self) -> tuple[int, ...]:
+        """A number for everything that the set holds, guard zones and gaps included; see `remembered.fingerprints`."""
+        return fingerprints([tuple(None if region is None else region.whole for region in self.regions)])[0]
+
     def copy_from(self, other: InputSet) -> None:
         """Take over the values of another set of the same key."""
         for mine, theirs in zip(self.regions, other.regions, strict=True):
@@ -56,28 +62,28 @@ def check_supported(key: KernelKey) -> str | None:
         return f"dtype {', '.join(strange)} cannot be judged against float64; supported: {', '.join(_SUPPORTED)}"
     if any(0 in t.sizes for t in (*key.tensors, *key.outputs) if t is not None):
         return "a tensor without elements is served by stock, no kernel is needed"
-    if key.device_type != "cpu":
-        return f"device {key.device_type} is not judged by the CPU runner"
+    if key.device_type == "cuda" and not torch.cuda.is_available():
+        return "a cuda key needs an NVIDIA GPU, and torch sees none here"
     return None
 
 
 def make_inputs(
     spec: OpSpec, key: KernelKey, family: Family, generator: torch.Generator, placement: Placement = "heap"
 ) -> InputSet:
-    """Draw one trial.
+    """Draw one trial, on the generator's device.
 
     The result has the key's strides, alignment (no better in about half of the draws) and dtypes, with NaN in every gap and
     guard zone. Parameters are random; tensors that stock derives from others (a softmax's output in its backward, mean and
     rstd) are derived by stock.
     """
     inputs = empty_inputs(key, placement, generator)
-    shared_seed = int(torch.randint(0, 2**62, (), generator=generator))
+    shared_seed = draw(0, 2**62, generator)
     for index, region in enumerate(inputs.regions):
         if region is None or index in _derived(spec):
             continue
         target = _writable(region.tensor)
         direct = target.dtype == torch.float32 and target.is_contiguous()
-        work = target if direct else torch.empty(target.shape, dtype=torch.float32)
+        work = target if direct else torch.empty(target.shape, dtype=torch.float32, device=target.device)
         if index in spec.parameters:
             fill_parameter(work, generator)
         else:
@@ -108,16 +114,16 @@ def _fill(
 ) -> None:
     layout = key.tensors[index]
     assert layout is not None
-    draw = Draw(
+    parameters = Draw(
         out=work,
         reduced=reduced_of(spec, key, index),
         dtype=getattr(torch, layout.dtype),
         generator=generator,
-        shared=torch.Generator().manual_seed(shared_seed),
+        shared=generator_on(generator.device, shared_seed),
         second=spec.uses_matmul_precision and index == len(key.tensors) - 1,
         product=spec.uses_matmul_precision,
     )
-    FILL[family](draw)
+    FILL[family](parameters)
 
 
 def _derived(spec: OpSpec) -> tuple[int, ...]:

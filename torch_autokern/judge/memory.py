@@ -2,7 +2,7 @@
 
 A `Region` holds one tensor. Guard zones and the gaps between strides hold a pattern; afterwards they must still hold it.
 In `page_end` and `page_start` placements the tensor ends (starts) at a page the process may not touch, so that one byte read
-or written beyond it ends the process; masked-off vector lanes do not.
+or written beyond it ends the process; masked-off vector lanes do not. GPU memory has guard zones only, wider ones.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from typing import Literal
 import torch
 
 from torch_autokern.errors import JudgeError
+from torch_autokern.judge.device import draw
 from torch_autokern.store.key import TensorKey
 
 Placement = Literal["heap", "aligned", "page_end", "page_start"]
 GUARD_BYTES = 4096
+DEVICE_GUARD_BYTES = 64 << 10
 INPUT_GUARD = 0xFF  # NaN in every floating dtype: a value that leaks in is seen
 OUTPUT_GUARD = 0xA6
 POISONS = (0x7F, 0xC1)  # 3.4e38 and -24.2 in float32
+WORKSPACE_POISON = 0x03  # makes another pattern of each, 5.2e36 and -48.7, so that one kind of memory does not pass for another
 _M_PERTURB = -6
 _PROT_NONE = 0
+_COMPARED_AT_ONCE = 64 << 20
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -70,8 +74,24 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Bitwise equality of two tensors of one dtype and shape."""
-    return torch.equal(bits(left), bits(right))
+    """Bitwise equality of two tensors of one dtype and shape; large ones piece by piece, so that the mask stays small."""
+    one, two = bits(left), bits(right)
+    if one.numel() <= _COMPARED_AT_ONCE or not (one.is_contiguous() and two.is_contiguous()):
+        return torch.equal(one, two)
+    pieces = zip(one.view(-1).split(_COMPARED_AT_ONCE), two.view(-1).split(_COMPARED_AT_ONCE), strict=True)
+    return all(torch.equal(a, b) for a, b in pieces)
+
+
+def first_place(mask: torch.Tensor) -> tuple[int, ...]:
+    """Where the first true element of a mask is that has one. Looked up piece by piece: a list of all would be larger than the
+    tensor."""
+    parts = enumerate(mask.reshape(-1).split(_COMPARED_AT_ONCE))
+    flat = next(number * _COMPARED_AT_ONCE + int(part.nonzero()[0]) for number, part in parts if bool(part.any()))
+    position: list[int] = []
+    for size in reversed(mask.shape):
+        flat, place = divmod(flat, size)
+        position.insert(0, place)
+    return tuple(position)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -89,18 +109,24 @@ def span_elements(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
 def allocate(layout: TensorKey, placement: Placement, guard: int, generator: torch.Generator) -> Region:
     """A region with the sizes, strides and alignment of `layout`, on the `heap` no better aligned in about half of the draws.
 
-    `aligned` starts at 64 bytes, as torch's allocator does: for timing.
+    It is on the generator's device. `aligned` is for timing: on a CPU it starts at 64 bytes, as torch's allocator does; on a
+    GPU, where the alignment up to 16 bytes is part of the key, it is aligned exactly so and no better.
     Guards and gaps hold `guard`; the tensor's own values are whatever was there.
     """
     dtype: torch.dtype = getattr(torch, layout.dtype)
     size = span_elements(layout.sizes, layout.strides) * dtype.itemsize
     step = layout.alignment_bytes
-    if placement in ("heap", "aligned"):
-        whole: torch.Tensor = torch.empty(size + 2 * GUARD_BYTES + 128, dtype=torch.uint8)
-        start = GUARD_BYTES + -(whole.data_ptr() + GUARD_BYTES) % 64
+    device = generator.device
+    if placement in ("heap", "aligned") or device.type == "cuda":
+        zone = GUARD_BYTES if device.type == "cpu" else DEVICE_GUARD_BYTES
+        whole: torch.Tensor = torch.empty(size + 2 * zone + 128, dtype=torch.uint8, device=device)
+        start = zone + -(whole.data_ptr() + zone) % 64
         lanes = max(1, 64 // step)
-        lane = int(torch.randint(0, 2 * lanes, (), generator=generator))
-        start += lane % lanes * step if lane >= lanes and placement == "heap" else 0
+        lane = draw(0, 2 * lanes, generator)
+        if placement == "aligned":
+            start += step if device.type == "cuda" and step < 16 else 0
+        elif lane >= lanes:
+            start += lane % lanes * step
         owner: object = whole
     else:
         whole, owner = _trapped(size + GUARD_BYTES, placement)
@@ -118,7 +144,9 @@ def allocate(layout: TensorKey, placement: Placement, guard: int, generator: tor
 
 def _typed(whole: torch.Tensor, start: int, size: int, dtype: torch.dtype) -> torch.Tensor:
     if not size:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device=whole.device)
+    if whole.is_cuda:
+        return whole[start : start + size].view(dtype)
     view = (ctypes.c_ubyte * whole.numel()).from_address(whole.data_ptr())
     view.owner = whole  # type: ignore[attr-defined]  # the tensor holds the view, and so the memory, alive
     return torch.frombuffer(view, dtype=dtype, offset=start, count=size // dtype.itemsize)

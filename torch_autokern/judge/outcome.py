@@ -9,7 +9,7 @@ import msgspec
 from torch_autokern.errors import InvalidInputError
 from torch_autokern.store.record import AccuracyClass, FamilyError
 
-JUDGE_VERSION = 1
+JUDGE_VERSION = 2
 ACCEPT_RATIO = 1.02
 
 
@@ -29,12 +29,23 @@ class Reason(str, Enum):
     NOT_WRITTEN = "not_written"
     WROTE_OUTSIDE = "wrote_outside"
     WROTE_INPUT = "wrote_input"
+    PROPERTY_BROKEN = "property_broken"
+    SANITIZER = "sanitizer"
     NOT_DETERMINISTIC = "not_deterministic"
     STALE_RESULT = "stale_result"
+    CHANGED_THREAD = "changed_thread"
     NOT_FASTER = "not_faster"
     FASTER_THAN_PHYSICS = "faster_than_physics"
     TIMING_UNSTABLE = "timing_unstable"
     VACUOUS_TASK = "vacuous_task"
+
+
+class Place(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One element of a result, what was got there and what was expected (as text: NaN and infinities survive)."""
+
+    index: tuple[int, ...]
+    got: str
+    expected: str
 
 
 class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -42,7 +53,9 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `family` and `seed` replay the inputs ("" and None where the reason has none). `output` is the index of the result and
     `first_wrong` the position of its worst element. `error`, `stock_error` and `limit` are in units of the natural scale
-    (absolute for class `tolerance`). `best_ratio` is stock's time over the candidate's where it was timed.
+    (absolute for class `tolerance`). `best_ratio` is stock's time over the candidate's where it was timed. `beyond` counts
+    the elements of the worst trial over the limit of a single one, and `first` shows the first of them. `cases` are the trials
+    that led here, each as "FAMILY:SEED:TRIAL" (`judge/replay.py`).
     """
 
     reason: Reason
@@ -57,6 +70,9 @@ class Refusal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     stock_error: float | None = None
     limit: float | None = None
     best_ratio: float | None = None
+    beyond: int = 0
+    first: tuple[Place, ...] = ()
+    cases: tuple[str, ...] = ()
 
 
 class ScreenResult(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

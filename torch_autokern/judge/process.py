@@ -8,18 +8,34 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 
 import torch
 
-from torch_autokern.errors import JudgeError
+from torch_autokern.errors import DeviceError, JudgeError
 from torch_autokern.judge import protocol
 from torch_autokern.judge.outcome import Reason, Refusal
-from torch_autokern.judge.protocol import Answer, Entering, Finished, Job, Message, Ready, Refused
+from torch_autokern.judge.protocol import (
+    NO_BOX,
+    Answer,
+    Entering,
+    Finished,
+    Job,
+    Message,
+    Ready,
+    Refused,
+    family_and_seed,
+)
+from torch_autokern.store.key import DeviceType
 
 _START_LIMIT_S = 120.0
+_CANARY_LIMIT_S = 1.0
+_CANARY_PAUSE_S = 3.0
+_END_LIMIT_S = 60.0  # a driver takes a while to end a process whose kernel hangs
 _SILENCE_LIMIT_S = 300.0  # no phase may ask for more
-_BOOT = "import sys; sys.path[:] = sys.argv[4:]; from torch_autokern.judge.runner import main; sys.exit(main(sys.argv[1:4]))"
+_BOOT = "import sys; sys.path[:] = sys.argv[5:]; from torch_autokern.judge.runner import main; sys.exit(main(sys.argv[1:5]))"
 # glibc hands blocks above these sizes back to the system: raised, output pages stay resident on both sides.
 _RESIDENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 40),
@@ -29,18 +45,24 @@ _RESIDENT = {
 }
 # The box must close before a second thread exists; torch sets its own thread count per job.
 _ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_DEVICE = {"CUDA_CACHE_DISABLE": "1"}
+_without_box: set[DeviceType] = set()  # where a person named the risk, and the device did not work inside the box
 
 
 class RunnerProcess:
     """One runner. `resident` keeps freed pages in its heap. Use as a context manager, or `close` it."""
 
-    def __init__(self, *, resident: bool = True, allow_weak_box: bool = False) -> None:
+    def __init__(
+        self, device_type: DeviceType = "cpu", *, resident: bool = True, allow_weak_box: bool = False, box: str = ""
+    ) -> None:
+        self.device_type = device_type
         self._messages, theirs = os.pipe()
         jobs, self._jobs = os.pipe()
         self._words = tempfile.TemporaryFile()  # noqa: SIM115 - closed by close()
-        settings = [f"{name}={value}" for name, value in {**_ONE_THREAD, **(_RESIDENT if resident else {})}.items()]
-        weak = "1" if allow_weak_box else "0"
-        command = ["/usr/bin/env", *settings, sys.executable, "-c", _BOOT, str(jobs), str(theirs), weak, *_search_path()]
+        special = _DEVICE if device_type == "cuda" else _RESIDENT if resident else {}
+        settings = [f"{name}={value}" for name, value in {**_ONE_THREAD, **special}.items()]
+        told = [str(jobs), str(theirs), box or ("weak" if allow_weak_box else "strong"), device_type]
+        command = ["/usr/bin/env", *settings, sys.executable, "-c", _BOOT, *told, *_search_path()]
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=self._words, pass_fds=(jobs, theirs),
             start_new_session=True,
@@ -83,6 +105,8 @@ class RunnerProcess:
             raise JudgeError(
                 f"stock runs with {message.instructions} in the runner and with {ours} here: it would be no baseline"
             )
+        if message.canary_s > _CANARY_LIMIT_S:
+            raise JudgeError(f"the device took {message.canary_s:.1f} s for a sum of a million numbers")
         self.box_level = message.box_level
         return None
 
@@ -117,6 +141,8 @@ class RunnerProcess:
                 self.phase = message.phase
                 allowed = min(max(message.allowed_s, 1.0), _SILENCE_LIMIT_S)
                 continue
+            if isinstance(message, Refused) and message.refusal.reason is Reason.CRASHED:
+                self._kill()  # it is ending itself: its device's context is lost
             yield message
             if isinstance(message, (Finished, Refused)):
                 return
@@ -140,12 +166,17 @@ class RunnerProcess:
     def _kill(self) -> None:
         if self._process.poll() is None:
             os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        try:
+            self._process.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            raise DeviceError(
+                f"a runner did not end within {_END_LIMIT_S:.0f} s of being killed: its device hangs; look at it (nvidia-smi)"
+            ) from None
 
     def _hung(self, allowed: float) -> Refused:
         self._kill()
         message = f"no answer for {allowed:.0f} s during {self.phase!r}: an endless loop, or a kernel that is far too slow."
-        return Refused(Refusal(Reason.HUNG, message, *_family_and_seed(self.phase)))
+        return Refused(Refusal(Reason.HUNG, message, *family_and_seed(self.phase)))
 
     def _ended(self) -> Refused:
         """The pipe closed: the candidate's fault when a signal ended the process, ours when Python did."""
@@ -154,7 +185,7 @@ class RunnerProcess:
             raise JudgeError(f"the runner ended with code {code} during {self.phase!r}: {self._last_words()}")
         name = signal.Signals(-code).name
         message = f"{name} during {self.phase!r}: {_EXPLAIN.get(name, 'the process was ended by a signal')}."
-        return Refused(Refusal(Reason.CRASHED, message, *_family_and_seed(self.phase)))
+        return Refused(Refusal(Reason.CRASHED, message, *family_and_seed(self.phase)))
 
     def _last_words(self) -> str:
         self._words.seek(0)
@@ -172,12 +203,82 @@ _EXPLAIN = {
 }
 
 
-def _family_and_seed(phase: str) -> tuple[str, int | None]:
-    """From "family NAME, seed N", which is what the runner calls a trial's phase."""
-    words = phase.replace(",", "").split()
-    if len(words) == 4 and words[0] == "family" and words[3].isdigit():
-        return words[1], int(words[3])
-    return "", None
+def start_runner(
+    device_type: DeviceType = "cpu", *, resident: bool = True, allow_weak_box: bool = False
+) -> RunnerProcess | Refusal:
+    """A runner that is ready, or the box's refusal.
+
+    On a GPU that includes the canary: a second process gets a second chance, and after that nothing more is started. Where a
+    person named the risk (`allow_weak_box`) and the device works only outside of the box, it runs there and the level says so.
+
+    Raises:
+        JudgeError: the runner failed in our own code.
+        DeviceError: two canaries failed.
+    """
+    if device_type == "cpu":
+        return _ready(RunnerProcess(resident=resident, allow_weak_box=allow_weak_box))
+    tries = [NO_BOX] if device_type in _without_box else ["", "", *([NO_BOX] if allow_weak_box else [])]
+    words: list[str] = []
+    for number, box in enumerate(tries):
+        try:
+            runner = _ready(RunnerProcess(device_type, allow_weak_box=allow_weak_box, box=box))
+        except DeviceError:
+            raise
+        except JudgeError as error:
+            words.append(str(error))
+            if number + 1 < len(tries):
+                time.sleep(_CANARY_PAUSE_S)
+            continue
+        if box == NO_BOX:
+            _without_box.add(device_type)
+        return runner
+    raise DeviceError(
+        f"{len(words)} fresh processes could not use the {device_type} device, the search stops; look at the device, and"
+        f" never reset it from here. Seen: {words[-1]}"
+    )
+
+
+@contextmanager
+def fresh_runners(
+    device_type: DeviceType = "cpu", count: int = 1, *, resident: bool = True, allow_weak_box: bool = False
+) -> Iterator[Iterator[RunnerProcess | Refusal]]:
+    """`count` fresh processes, one after the other, each gone before the next does anything.
+
+    On a GPU all of them start together, and wait: importing torch and starting CUDA take seconds each, and nothing may start
+    while another one times.
+    """
+
+    def start() -> RunnerProcess | Refusal:
+        return start_runner(device_type, resident=resident, allow_weak_box=allow_weak_box)
+
+    def one_by_one(started: Iterable[RunnerProcess | Refusal]) -> Generator[RunnerProcess | Refusal]:
+        for runner in started:
+            with nullcontext() if isinstance(runner, Refusal) else runner:
+                yield runner
+
+    if device_type == "cpu" or count == 1:
+        with closing(one_by_one(start() for _ in range(count))) as runners:
+            yield runners
+        return
+    with ThreadPoolExecutor(count) as pool:
+        waiting = [pool.submit(start) for _ in range(count)]
+    with ExitStack() as stack:
+        for future in waiting:
+            if future.exception() is None and not isinstance(runner := future.result(), Refusal):
+                stack.enter_context(runner)
+        yield one_by_one([future.result() for future in waiting])
+
+
+def _ready(runner: RunnerProcess) -> RunnerProcess | Refusal:
+    try:
+        refused = runner.wait_ready()
+    except BaseException:
+        runner.close()
+        raise
+    if refused is None:
+        return runner
+    runner.close()
+    return refused
 
 
 def _search_path() -> list[str]:

@@ -22,18 +22,22 @@ from torch_autokern.runtime.plan import LaunchPlan
 from torch_autokern.store.key import KernelKey
 
 MAX_FRAME_BYTES = 64 << 20
+NO_BOX = "none"  # named by a person (--allow-weak-box) where the device does not work inside a box
 _LENGTH = struct.Struct("<I")
 
 
 class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One family with the seed that the parent drew for it."""
+    """One family with the seed that the parent drew for it. `number` is the trial's place in its process, which decides where
+    its buffers lie."""
 
     family: str
     seed: int
+    number: int
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One candidate on one key. `state_seed`: also check repeats, thread counts and concurrent callers; None skips them."""
+    """One candidate on one key. `state_seed`: also check repeats, thread counts, callers, streams; None skips them.
+    Of large results some rows are compared with the truth; in the trial with number 0 all of them, unless `sampled`."""
 
     identity: str
     plan: LaunchPlan
@@ -43,14 +47,17 @@ class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     trials: tuple[Trial, ...]
     state_seed: int | None
     with_probes: bool
-    timing: TimingRequest | None
+    timings: tuple[TimingRequest, ...]
+    sampled: bool = False
 
 
 class Ready(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="ready"):
-    """The runner is in its box; `instructions` is the vector level that stock runs with there ("AVX512")."""
+    """The runner is in its box; `instructions` is the vector level that stock runs with there ("AVX512"), `canary_s` how long
+    the device took for a sum whose result is known."""
 
     box_level: str
     instructions: str
+    canary_s: float = 0.0
 
 
 class Entering(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="entering"):
@@ -64,6 +71,7 @@ class StateReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="
     """Check name to what passed."""
 
     checks: dict[str, str]
+    deterministic: bool
 
 
 class Refused(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="refused"):
@@ -86,6 +94,14 @@ Message = Ready | Entering | FamilyReport | StateReport | TimingReport | Refused
 _DECODER = msgspec.json.Decoder(Message)
 _JOB_DECODER = msgspec.json.Decoder(Job)
 _ANSWER_DECODER = msgspec.json.Decoder(Answer)
+
+
+def family_and_seed(phase: str) -> tuple[str, int | None]:
+    """From "family NAME, seed N", "state, seed N" and the like, which is what the runner calls its phases."""
+    name, _, seed = phase.partition(", seed ")
+    if not seed.isdigit():
+        return "", None
+    return name.removeprefix("family "), int(seed)
 
 
 def write_frame(descriptor: int, body: bytes) -> None:

@@ -118,9 +118,9 @@ class Permutation:
 
     @staticmethod
     def draw(length: int, generator: torch.Generator) -> Permutation:
-        """A random order of `length` elements."""
+        """A random order of `length` elements, on the generator's device."""
         block = 1 if length < _BLOCKS_FROM or length % _BLOCK else _BLOCK
-        return Permutation(torch.randperm(length // block, generator=generator), block)
+        return Permutation(torch.randperm(length // block, generator=generator, device=generator.device), block)
 
     def inverse(self) -> Permutation:
         """The order that takes this one back."""
@@ -134,7 +134,7 @@ class Permutation:
         moved: torch.Tensor = blocks.index_select(axes[0], self.order).reshape(tensor.shape)
         if moved.stride() == tensor.stride() or 0 in tensor.stride():
             return moved
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype).copy_(moved)
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(moved)
 
 
 def permuted_stock(spec: OpSpec, key: KernelKey, tensors: Tensors, order: Permutation) -> tuple[torch.Tensor | None, ...]:

@@ -14,7 +14,9 @@ from torch_autokern.judge.outcome import ACCEPT_RATIO, Reason, Refusal
 from torch_autokern.store.record import Timing
 
 PHYSICS_SLACK = 0.5  # a candidate under half the time of copying its bytes did not touch them all
+COLD_RATIO = 0.98
 _UNSTABLE_RATIO = 1.1
+_DISAGREED_PART = 10  # one bracket in so many may have clocks that contradict each other
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,12 @@ class Speed:
 
 def speed_of(report: TimingReport) -> Speed | Refusal:
     """What the samples say, or that more than half of the blocks were disturbed by something else on the machine."""
+    if report.disagreed * _DISAGREED_PART > 2 * len(report.stock_us):
+        message = (
+            f"in {report.disagreed} of {2 * len(report.stock_us)} brackets the host's clock contradicts the device's events: "
+            "something ran that one of them did not see, or the host was stopped; try again on a quiet machine."
+        )
+        return Refusal(Reason.TIMING_UNSTABLE, message)
     quiet = quiet_blocks(report.stock_us, report.candidate_us)
     if quiet is None:
         low, high = min(report.stock_us, default=0.0), max(report.stock_us, default=0.0)
@@ -85,16 +93,43 @@ def too_slow(speeds: Sequence[Speed], processes: int) -> Refusal | None:
     return Refusal(Reason.NOT_FASTER, text, best_ratio=best)
 
 
-def timing(speeds: Sequence[Speed], pages: Literal["fresh", "resident"]) -> Timing:
+def slower_when_replayed(speeds: Sequence[Speed]) -> Refusal | None:
+    """A program that captures its calls would get slower: no process saw the candidate at least level in a replayed graph."""
+    if not speeds or max(speed.interval.high for speed in speeds) >= 1.0:
+        return None
+    last = speeds[-1]
+    text = f"stock {last.stock_us:.1f} us, candidate {last.candidate_us:.1f} us in a replayed graph: ratio"
+    return Refusal(Reason.NOT_FASTER, f"{text} {last.interval.ratio:.3f}.", best_ratio=last.interval.ratio)
+
+
+def slower_when_cold(speeds: Sequence[Speed]) -> Refusal | None:
+    """A CPU kernel that wins on arguments in the caches may lose where memory is the limit: there it must at least be level."""
+    if not speeds or _mean_ratio(speeds) >= COLD_RATIO:
+        return None
+    last = speeds[-1]
+    text = f"stock {last.stock_us:.1f} us, candidate {last.candidate_us:.1f} us on arguments that have left the caches: ratio"
+    message = f"{text} {_mean_ratio(speeds):.3f} over {len(speeds)} processes; at least {COLD_RATIO} is asked there."
+    return Refusal(Reason.NOT_FASTER, message, best_ratio=last.interval.ratio)
+
+
+def _mean_ratio(speeds: Sequence[Speed]) -> float:
+    return math.exp(statistics.fmean(math.log(speed.interval.ratio) for speed in speeds))
+
+
+def timing(
+    speeds: Sequence[Speed], pages: Literal["fresh", "resident", "device"], regime: Literal["eager", "graph"] = "eager",
+    inputs: Literal["warm", "cold"] = "warm",
+) -> Timing:  # fmt: skip
     """The record's entry: medians over the processes, and the union of their intervals."""
     return Timing(
-        regime="eager",
+        regime=regime,
         pages=pages,
         stock_us=statistics.median(speed.stock_us for speed in speeds),
         candidate_us=statistics.median(speed.candidate_us for speed in speeds),
-        ratio=math.exp(statistics.fmean(math.log(speed.interval.ratio) for speed in speeds)),
+        ratio=_mean_ratio(speeds),
         ratio_low=min(speed.interval.low for speed in speeds),
         ratio_high=max(speed.interval.high for speed in speeds),
         blocks=sum(speed.blocks for speed in speeds),
         processes=len(speeds),
+        inputs=inputs,
     )

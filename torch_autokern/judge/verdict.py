@@ -7,15 +7,17 @@ fresh ones, because one process hides the variance between processes.
 from __future__ import annotations
 
 import atexit
-import secrets
 import threading
 import time
 from collections.abc import Sequence
+from typing import Literal
 
 from torch_autokern.build.candidate import Artifact
-from torch_autokern.judge.accuracy import ENVELOPE_ELEMENTS, PERMUTATIONS, Task
+from torch_autokern.judge.accuracy import ENVELOPE_ELEMENTS, PERMUTATIONS, SAMPLE_ELEMENTS, Task
+from torch_autokern.judge.clock import Figure
+from torch_autokern.judge.collect import collect, draw_trials, make_job, new_seed
 from torch_autokern.judge.evidence import Evidence
-from torch_autokern.judge.families import SCREEN_FAMILIES
+from torch_autokern.judge.families import SCREEN_FAMILIES, Family
 from torch_autokern.judge.inputs import check_supported, families_for, layout_bytes
 from torch_autokern.judge.measure import TimingReport, TimingRequest
 from torch_autokern.judge.outcome import (
@@ -26,22 +28,39 @@ from torch_autokern.judge.outcome import (
     ScreenResult,
     as_accuracy,
 )
-from torch_autokern.judge.process import RunnerProcess
-from torch_autokern.judge.protocol import Job, Refused, StateReport, Trial
-from torch_autokern.judge.speed import Speed, noisy_speed, speed_of, timing, too_fast, too_slow
-from torch_autokern.judge.verify import FamilyReport
+from torch_autokern.judge.process import RunnerProcess, fresh_runners, start_runner
+from torch_autokern.judge.sanitizers import sanitized
+from torch_autokern.judge.speed import (
+    Speed,
+    noisy_speed,
+    slower_when_cold,
+    slower_when_replayed,
+    speed_of,
+    timing,
+    too_fast,
+    too_slow,
+)
 from torch_autokern.ops import SPECS
-from torch_autokern.store.key import KernelKey, Target
+from torch_autokern.store.key import DeviceType, KernelKey, Target
 from torch_autokern.store.record import FamilyError, Timing, Verdict
 
-__all__ = ["Accuracy", "Reason", "Refusal", "ScreenResult", "check", "close_screen", "judge", "screen"]
+__all__ = ["Accuracy", "Reason", "Refusal", "ScreenResult", "check", "close_screen", "judge", "open_screen", "screen"]
 
 PROCESSES = 3
+STATE_SEEDS, TIMING_SEEDS = "state seeds", "timing seeds"  # in a verdict's `checks`, one seed a process
 _BUDGET_S = 1.2
 _TIMING_RETRIES = 2
+_SHARPER_DRAWS = 10  # each halves the chance that a meaningful task is called vacuous
 _SCREENS_PER_PROCESS = 200
-_HOPELESS = 3.0  # no later trial brings a pooled error that is so far outside back
 _FRESH_FROM_BYTES = 128 << 10  # glibc's default threshold: smaller blocks stay resident anyway
+_LARGE_ON_DEVICE = 4 << 30
+# After these a GPU is not trusted until a canary has passed in a fresh process.
+_SUSPICIOUS = (Reason.CRASHED, Reason.HUNG)
+# What a verdict times, seconds for each, and how a record names its pages. The first figure decides.
+_FIGURES: dict[DeviceType, dict[Figure, float]] = {
+    "cpu": {"eager": _BUDGET_S, "cold": 0.5},
+    "cuda": {"eager": _BUDGET_S, "graph": 0.6, "cold": 0.4},
+}
 
 
 class _Screens:
@@ -50,16 +69,19 @@ class _Screens:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self._runner: RunnerProcess | None = None
-        self._weak = False
+        self._kind: tuple[DeviceType, bool] | None = None
         self._used = 0
 
-    def take(self, allow_weak_box: bool) -> RunnerProcess:
+    def take(self, device_type: DeviceType, allow_weak_box: bool) -> RunnerProcess | Refusal:
         """A living runner, started where there is none."""
-        worn = self._used >= _SCREENS_PER_PROCESS or self._weak != allow_weak_box
+        kind = (device_type, allow_weak_box)
+        worn = self._used >= _SCREENS_PER_PROCESS or self._kind != kind
         if self._runner is None or worn or not self._runner.alive:
             self.close()
-            self._runner = RunnerProcess(allow_weak_box=allow_weak_box)
-            self._weak, self._used = allow_weak_box, 0
+            started = start_runner(device_type, allow_weak_box=allow_weak_box)
+            if isinstance(started, Refusal):
+                return started
+            self._runner, self._kind, self._used = started, kind, 0
             atexit.register(self.close)
         self._used += 1
         return self._runner
@@ -72,6 +94,16 @@ class _Screens:
 
 
 _screens = _Screens()
+
+
+def open_screen(device_type: DeviceType, *, allow_weak_box: bool = False) -> None:
+    """Start the pooled runner ahead of the first `screen`, which waits for it. Starting CUDA takes seconds.
+
+    Raises:
+        JudgeError: it does not start; the screen will say so again.
+    """
+    with _screens.lock:
+        _screens.take(device_type, allow_weak_box)
 
 
 def close_screen() -> None:
@@ -94,19 +126,23 @@ def screen(
     unsupported = check_supported(key)
     if unsupported is not None:
         return Refusal(Reason.UNSUPPORTED_KEY, unsupported)
-    trials = tuple(Trial(family.value, _seed()) for family in SCREEN_FAMILIES)
-    request = TimingRequest(_seed(), budget_s=0.25, min_blocks=6, max_blocks=40)
-    job = _job(artifact, task, target, trials, request)
+    trials = draw_trials(SCREEN_FAMILIES)
+    request = TimingRequest(new_seed(), budget_s=0.25, min_blocks=6, max_blocks=40)
+    job = make_job(artifact, task, target, trials, (request,))
     with _screens.lock:
-        runner = _screens.take(allow_weak_box)
+        runner = _screens.take(key.device_type, allow_weak_box)
+        if isinstance(runner, Refusal):
+            return runner
         try:
-            found = _collect(runner, job, artifact.binary, Evidence(task))
+            found = collect(runner, job, artifact.binary, Evidence(task))
         except BaseException:
             _screens.close()  # a message may be half read
             raise
+        if isinstance(found, Refusal) and found.reason in _SUSPICIOUS:
+            _screens.close()
     if isinstance(found, Refusal):
         return found
-    evidence, timed = found.evidence, found.timing
+    evidence, timed = found.evidence, found.timings.get("eager")
     broken = evidence.check()
     if broken is not None or timed is None:
         return broken or Refusal(Reason.TIMING_UNSTABLE, "no times came back")
@@ -125,7 +161,7 @@ def check(
     artifact: Artifact, key: KernelKey, target: Target, accuracy: Accuracy | str = "stock", *, allow_weak_box: bool = False,
     trials: int = 3,
 ) -> tuple[FamilyError, ...] | Refusal:  # fmt: skip
-    """Right or not, without timing: `trials` of every family and the checks of state, in one fresh process.
+    """Right or not, without timing: `trials` of every family and the checks of state in one fresh process, then the sanitizers.
 
     Raises:
         JudgeError: the judge itself failed (not the candidate's fault).
@@ -135,12 +171,17 @@ def check(
     unsupported = check_supported(key)
     if unsupported is not None:
         return Refusal(Reason.UNSUPPORTED_KEY, unsupported)
-    drawn = tuple(Trial(family.value, _seed()) for _ in range(trials) for family in families_for(task.spec, key))
-    with RunnerProcess(allow_weak_box=allow_weak_box) as runner:
-        found = _collect(runner, _job(artifact, task, target, drawn, None, state=True), artifact.binary, Evidence(task))
+    drawn = draw_trials(families_for(task.spec, key) * trials)
+    job = make_job(artifact, task, target, drawn, (), state_seed=new_seed())
+    with fresh_runners(key.device_type, allow_weak_box=allow_weak_box) as runners:
+        found = collect(next(runners), job, artifact.binary, Evidence(task))
     if isinstance(found, Refusal):
         return found
-    return found.evidence.check() or found.evidence.families()
+    broken = found.evidence.check()
+    if broken is not None:
+        return broken
+    clean = sanitized(artifact.candidate, task, target, new_seed(), allow_weak_box=allow_weak_box)
+    return clean if isinstance(clean, Refusal) else found.evidence.families()
 
 
 def judge(
@@ -149,8 +190,10 @@ def judge(
 ) -> Verdict | Refusal:  # fmt: skip
     """Everything: every family in each of three fresh processes with new seeds, every check, and timing in each.
 
-    Accepted where the lower end of the union of the processes' 99 % intervals is above 1.02. With `fresh_pages` a fourth
-    process with the allocator's default settings adds a second timing, which decides nothing.
+    Accepted where the lower end of the union of the processes' 99 % intervals is above 1.02. On a CPU arguments are warm there;
+    on cold ones the candidate must at least be level, and with `fresh_pages` a fourth process with the allocator's default
+    settings adds a timing for the record. On a GPU calls are timed eagerly, which decides; replayed in a graph, where they may
+    not be slower; and with a cold L2, for the record.
 
     Raises:
         JudgeError: the judge itself failed (not the candidate's fault).
@@ -162,134 +205,151 @@ def judge(
         return Refusal(Reason.UNSUPPORTED_KEY, unsupported)
     evidence = Evidence(task)
     checks: dict[str, str] = {}
-    speeds: list[Speed] = []
-    for number in range(PROCESSES):
-        refusal = _one_process(artifact, task, target, number, evidence, checks, speeds, allow_weak_box)
-        if refusal is not None:
-            return refusal
-    timings = [timing(speeds, "resident")]
+    speeds: dict[Figure, list[Speed]] = {figure: [] for figure in _FIGURES[key.device_type]}
+    if key.device_type == "cuda" and task.spec.bytes_moved(key) > _LARGE_ON_DEVICE:
+        close_screen()  # its memory is needed
+    with fresh_runners(key.device_type, PROCESSES, allow_weak_box=allow_weak_box) as runners:
+        for number, runner in enumerate(runners):
+            refusal = _one_process(runner, artifact, task, target, number, evidence, checks, speeds)
+            if refusal is not None:
+                if key.device_type == "cuda" and refusal.reason in _SUSPICIOUS:
+                    close_screen()  # the next screen starts a fresh process, and with it a canary
+                return refusal
+    clean = sanitized(artifact.candidate, task, target, new_seed(), allow_weak_box=allow_weak_box)
+    if isinstance(clean, Refusal):
+        return clean
+    checks.update(clean)
+    timings = _timings(key.device_type, speeds)
+    fresh_pages = fresh_pages and key.device_type == "cpu"
     if fresh_pages and max(layout_bytes(t) for t in key.outputs if t is not None) >= _FRESH_FROM_BYTES:
         fresh = _fresh(artifact, task, target, allow_weak_box)
         if isinstance(fresh, Refusal):
             return fresh
         timings += [] if fresh is None else [fresh]
-    return _verdict(task, evidence, {**checks, **_passed(task, speeds)}, timings)
+    return _verdict(task, evidence, {**checks, **_passed(task, evidence, speeds["eager"])}, timings)
+
+
+def _timings(device_type: DeviceType, speeds: dict[Figure, list[Speed]]) -> list[Timing]:
+    pages: Literal["resident", "device"] = "resident" if device_type == "cpu" else "device"
+    found = [timing(speeds["eager"], pages)]
+    found += [timing(speeds["graph"], pages, "graph")] if speeds.get("graph") else []
+    return found + ([timing(speeds["cold"], pages, inputs="cold")] if speeds["cold"] else [])
 
 
 def _one_process(
-    artifact: Artifact, task: Task, target: Target, number: int, evidence: Evidence, checks: dict[str, str],
-    speeds: list[Speed], allow_weak_box: bool,
+    runner: RunnerProcess | Refusal, artifact: Artifact, task: Task, target: Target, number: int, evidence: Evidence,
+    checks: dict[str, str], speeds: dict[Figure, list[Speed]],
 ) -> Refusal | None:  # fmt: skip
     """One fresh process of a verdict: adds to `evidence`, `checks` and `speeds`, or says why it ends here."""
-    trials = tuple(Trial(family.value, _seed()) for family in families_for(task.spec, task.key))
-    request = TimingRequest(_seed(), budget_s=_BUDGET_S, min_blocks=10, max_blocks=300)
-    job = _job(artifact, task, target, trials, request, state=True, probes=number == 0)
-    with RunnerProcess(allow_weak_box=allow_weak_box) as runner:
-        found = _collect(runner, job, artifact.binary, evidence)
-        if isinstance(found, Refusal):
-            return found
-        refusal = evidence.check(slack=1.0 if number == PROCESSES - 1 else 1.5)
+    trials = draw_trials(families_for(task.spec, task.key))
+    requests = tuple(_request(figure, seconds) for figure, seconds in _FIGURES[task.key.device_type].items())
+    evidence.state_seeds.append(new_seed())
+    job = make_job(artifact, task, target, trials, requests, state_seed=evidence.state_seeds[-1], probes=number == 0,
+                   sampled=number > 0)  # fmt: skip
+    found = collect(runner, job, artifact.binary, evidence)
+    if isinstance(found, Refusal):
+        return found
+    assert isinstance(runner, RunnerProcess)  # a refused one ends in `collect`
+    refusal = evidence.check(slack=1.0 if number == PROCESSES - 1 else 1.5)
+    if refusal is not None:
+        return refusal
+    vacuous = _passing_probe(runner, artifact, task, target, evidence) if number == 0 else None
+    if vacuous is not None:
+        return vacuous
+    checks.update(found.checks)
+    evidence.timing_seeds.append(requests[0].seed)
+    for figure, report in found.timings.items():
+        if report.skipped:
+            checks[f"timing, {figure}"] = f"not run: {report.skipped}"
+            continue
+        speed = _timed(runner, artifact, task, target, report)
+        if isinstance(speed, Refusal):
+            return speed
+        speeds[figure].append(speed)
+        refusal = too_fast(speed)
         if refusal is not None:
             return refusal
-        if number == 0 and (vacuous := evidence.probes()[1]) is not None:
-            return Refusal(Reason.VACUOUS_TASK, f"the probe {vacuous!r} passes every family: the task proves nothing")
-        checks.update(found.checks)
-        speed = _timed(runner, artifact, task, target, found.timing)
-    if isinstance(speed, Refusal):
-        return speed
-    speeds.append(speed)
-    return too_fast(speed) or too_slow(speeds, PROCESSES)
+    slower = too_slow(speeds["eager"], PROCESSES) or slower_when_replayed(speeds.get("graph", ()))
+    return slower or (slower_when_cold(speeds["cold"]) if task.key.device_type == "cpu" else None)
 
 
-class _Found:
-    """What one process reported."""
-
-    def __init__(self, evidence: Evidence) -> None:
-        self.evidence = evidence
-        self.checks: dict[str, str] = {}
-        self.timing: TimingReport | None = None
-
-
-def _collect(runner: RunnerProcess, job: Job, binary: bytes, evidence: Evidence) -> _Found | Refusal:
-    """Run a job to its end; the first refusal ends it."""
-    refused = runner.wait_ready()
-    if refused is not None:
-        return refused
-    found = _Found(evidence)
-    broken: Refusal | None = None
-    for message in runner.run(job, binary):
-        if isinstance(message, Refused):
-            return broken or message.refusal
-        if isinstance(message, FamilyReport):
-            broken = broken or evidence.add(message) or evidence.check(_HOPELESS)
-            runner.go_on = broken is None
-        elif isinstance(message, StateReport):
-            found.checks = message.checks
-        elif isinstance(message, TimingReport):
-            found.timing = message
-    return broken or found
+def _passing_probe(runner: RunnerProcess, artifact: Artifact, task: Task, target: Target, evidence: Evidence) -> Refusal | None:
+    """The probe that every family lets pass, after more draws of the sharpest one: of few long rows a draw may leave the tail
+    without a say."""
+    for _ in range(_SHARPER_DRAWS):
+        if evidence.probes()[1] is None:
+            return None
+        job = make_job(artifact, task, target, draw_trials((Family.SPIKES,)), (), probes=True, sampled=True)
+        found = collect(runner, job, artifact.binary, evidence)
+        if isinstance(found, Refusal):
+            return found
+    vacuous = evidence.probes()[1]
+    if vacuous is None:
+        return None
+    return Refusal(Reason.VACUOUS_TASK, f"the probe {vacuous!r} passes every family: the task proves nothing")
 
 
-def _job(
-    artifact: Artifact, task: Task, target: Target, trials: Sequence[Trial], timing: TimingRequest | None, *,
-    state: bool = False, probes: bool = False,
-) -> Job:  # fmt: skip
-    return Job(
-        identity=artifact.identity, plan=artifact.candidate.plan, key=task.key, threads=target.threads,
-        accuracy=task.accuracy, trials=tuple(trials), state_seed=_seed() if state else None, with_probes=probes, timing=timing,
-    )  # fmt: skip
+def _request(figure: Figure, budget_s: float) -> TimingRequest:
+    return TimingRequest(new_seed(), budget_s=budget_s, min_blocks=10, max_blocks=300, figure=figure)
 
 
-def _seed() -> int:
-    """From the system's random source, recorded afterwards."""
-    return secrets.randbits(62)
-
-
-def _timed(
-    runner: RunnerProcess, artifact: Artifact, task: Task, target: Target, report: TimingReport | None
-) -> Speed | Refusal:
+def _timed(runner: RunnerProcess, artifact: Artifact, task: Task, target: Target, report: TimingReport) -> Speed | Refusal:
     """What `report` says; timed again in the same process, up to twice, while the machine is noisy."""
-    speed = Refusal(Reason.TIMING_UNSTABLE, "no times came back") if report is None else speed_of(report)
+    speed = speed_of(report)
     for _ in range(_TIMING_RETRIES):
         if isinstance(speed, Speed):
             break
-        request = TimingRequest(_seed(), budget_s=2 * _BUDGET_S, min_blocks=10, max_blocks=300)
-        found = _collect(runner, _job(artifact, task, target, (), request), artifact.binary, Evidence(task))
+        request = _request(report.figure, 2 * _BUDGET_S)
+        found = collect(runner, make_job(artifact, task, target, (), (request,)), artifact.binary, Evidence(task))
         if isinstance(found, Refusal):
             return found
-        assert found.timing is not None
-        speed = speed_of(found.timing)
+        speed = speed_of(found.timings[report.figure])
     return speed
 
 
 def _fresh(artifact: Artifact, task: Task, target: Target, allow_weak_box: bool) -> Timing | Refusal | None:
     """One more process, the allocator as users have it: large outputs come in fresh pages on both sides. It decides nothing
     about speed, so a noisy machine only leaves it out."""
-    job = _job(artifact, task, target, (), TimingRequest(_seed(), budget_s=0.8, min_blocks=6, max_blocks=100))
-    with RunnerProcess(resident=False, allow_weak_box=allow_weak_box) as runner:
-        found = _collect(runner, job, artifact.binary, Evidence(task))
+    request = TimingRequest(new_seed(), budget_s=0.8, min_blocks=6, max_blocks=100)
+    job = make_job(artifact, task, target, (), (request,))
+    with fresh_runners("cpu", resident=False, allow_weak_box=allow_weak_box) as runners:
+        runner = next(runners)
+        found = collect(runner, job, artifact.binary, Evidence(task))
         if isinstance(found, Refusal):
             return found
-        speed = _timed(runner, artifact, task, target, found.timing)
+        assert isinstance(runner, RunnerProcess)
+        speed = _timed(runner, artifact, task, target, found.timings["eager"])
     if isinstance(speed, Refusal):
         return None if speed.reason is Reason.TIMING_UNSTABLE else speed
     return timing([speed], "fresh")
 
 
-def _passed(task: Task, speeds: Sequence[Speed]) -> dict[str, str]:
+def _passed(task: Task, evidence: Evidence, speeds: Sequence[Speed]) -> dict[str, str]:
     numel = max(t.numel for t in (*task.key.tensors, *task.key.outputs) if t is not None)
+    on_gpu = task.key.device_type == "cuda"
+    truth = "float64, every element"
+    if numel > SAMPLE_ELEMENTS:
+        truth += f" in the first trial, a random run of rows of about {SAMPLE_ELEMENTS} elements in each of the others"
     orders = f"{PERMUTATIONS} orders of the reduced dimension"
     if numel > ENVELOPE_ELEMENTS:
         orders += f", each on a random run of rows of about {ENVELOPE_ELEMENTS} elements"
     return {
+        "truth": truth,
         "envelope": f"stock as called and {orders}",
         "poisoned outputs": "passed: two patterns, every element written",
-        "guard zones": "passed: around inputs and outputs, and trapping pages at either end",
+        "guard zones": f"passed: around inputs and outputs{'' if on_gpu else ', and trapping pages at either end'}",
         "inputs unchanged": "passed: byte for byte",
+        "float state": "passed: rounding and denormals of the thread as before",
         "order": "passed: before the reference existed, and after it at new addresses",
         "timed outputs": f"passed: {sum(speed.report.checked for speed in speeds)} outputs equal to verified ones",
+        STATE_SEEDS: _listed(evidence.state_seeds),
+        TIMING_SEEDS: _listed(evidence.timing_seeds),
         "physics": f"passed: copying the bytes takes {min(speed.report.copy_us for speed in speeds):.1f} us",
     }
+
+
+def _listed(seeds: Sequence[int]) -> str:
+    return ", ".join(str(seed) for seed in seeds)
 
 
 def _verdict(task: Task, evidence: Evidence, checks: dict[str, str], timings: Sequence[Timing]) -> Verdict:

@@ -41,7 +41,7 @@ def _scale(truth: Sequence[torch.Tensor], tensors: Tensors, scalars: Scalars) ->
     x, weight, bias = tensors
     assert x is not None
     shape = scalars["normalized_shape"]
-    size = torch.ones(shape, dtype=torch.float64) if weight is None else weight.double().abs()  # type: ignore[arg-type]
+    size = torch.ones(shape, dtype=torch.float64, device=x.device) if weight is None else weight.double().abs()  # type: ignore[arg-type]
     if bias is not None:
         size = size + bias.double().abs()
     rstd = truth[2].double()

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from torch_autokern.store.key import KernelKey, Scalar, TensorKey
+from torch_autokern.store.key import DeviceType, KernelKey, Scalar, TensorKey
 
 EPS = 1e-5  # nn.LayerNorm's default
 _ATEN = {"softmax": "_softmax", "log_softmax": "_log_softmax", "layer_norm": "native_layer_norm"}
@@ -17,29 +17,35 @@ _ATEN = {"softmax": "_softmax", "log_softmax": "_log_softmax", "layer_norm": "na
 @dataclass(frozen=True)
 class Case:
     """One op on one dense shape. `dim` is the reduced dimension; for LayerNorm the first of the normalised ones, counted from
-    the end (-3: the last three). `source` says where the shape comes from."""
+    the end (-3: the last three). A product's sizes are (M, K, N). `source` says where the shape comes from."""
 
-    op: Literal["softmax", "log_softmax", "layer_norm"]
+    op: Literal["softmax", "log_softmax", "layer_norm", "mm"]
     sizes: tuple[int, ...]
     dim: int = -1
     dtype: str = "float32"
     source: str = ""
 
-    def key(self) -> KernelKey:
-        """The key of the call: contiguous tensors, an affine LayerNorm, inference (no `out`)."""
-        x = _dense(self.dtype, self.sizes)
+    def key(self, device_type: DeviceType = "cpu") -> KernelKey:
+        """The key of the call: contiguous tensors as their allocator aligns them, an affine LayerNorm, inference (no `out`)."""
+
+        def dense(sizes: tuple[int, ...], dtype: str = self.dtype) -> TensorKey:
+            return _dense(dtype, sizes, device_type)
+
+        mkldnn = torch._C._get_mkldnn_enabled()
+        if self.op == "mm":
+            m, k, n = self.sizes
+            return KernelKey("mm", device_type, (dense((m, k)), dense((k, n))), {}, (dense((m, n)),), mkldnn=mkldnn)
+        x = dense(self.sizes)
         if self.op != "layer_norm":
             scalars: dict[str, Scalar] = {"dim": self.dim % len(self.sizes), "half_to_float": False}
-            return KernelKey(_ATEN[self.op], "cpu", (x,), scalars, (x,), mkldnn=torch._C._get_mkldnn_enabled())
+            return KernelKey(_ATEN[self.op], device_type, (x,), scalars, (x,), mkldnn=mkldnn)
         shape = self.sizes[self.dim :]
-        parameter = _dense(self.dtype, shape)
-        # mean and rstd keep the normalised dimensions with size 1.
-        statistic = _dense(self.dtype, self.sizes[: self.dim] + (1,) * len(shape))
+        parameter = dense(shape)
+        # mean and rstd keep the normalised dimensions with size 1; a GPU's are in the dtype that it accumulates in.
+        statistic = dense(self.sizes[: self.dim] + (1,) * len(shape), "float32" if device_type == "cuda" else self.dtype)
         scalars = {"normalized_shape": shape, "eps": EPS}
         outputs = (x, statistic, statistic)
-        return KernelKey(
-            _ATEN[self.op], "cpu", (x, parameter, parameter), scalars, outputs, mkldnn=torch._C._get_mkldnn_enabled()
-        )
+        return KernelKey(_ATEN[self.op], device_type, (x, parameter, parameter), scalars, outputs, mkldnn=mkldnn)
 
 
 # The published LayerNorm shape, the attention softmax of MiniLM-L6, and softmax over a dimension that is not the last.
@@ -47,6 +53,14 @@ PUBLISHED = (
     Case("layer_norm", (16, 64, 256, 256), -3, source="KernelBench level 1, problem 40"),
     Case("softmax", (32, 12, 38, 38), source="attention of MiniLM-L6, 32 sentences of 38 tokens"),
     Case("softmax", (64, 1024, 512), 1, source="softmax over a dimension that is not the last"),
+)
+
+
+# What people publish on a GPU: a square product, softmax over long rows, LayerNorm over few rows of four million elements.
+HEADLINE = (
+    Case("mm", (4096, 4096, 4096), source="the published matmul headline; float32 without tf32"),
+    Case("softmax", (4096, 65536), source="the published softmax headline"),
+    Case("layer_norm", (16, 64, 256, 256), -3, source="KernelBench level 1, problem 40"),
 )
 
 
@@ -67,6 +81,7 @@ def case_name(key: KernelKey) -> str:
     return f"{key.op} {first.sizes}{dtype}"
 
 
-def _dense(dtype: str, sizes: tuple[int, ...]) -> TensorKey:
+def _dense(dtype: str, sizes: tuple[int, ...], device_type: DeviceType) -> TensorKey:
     strides = tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes)))
-    return TensorKey(dtype, sizes, strides, getattr(torch, dtype).itemsize)
+    alignment = 16 if device_type == "cuda" else getattr(torch, dtype).itemsize
+    return TensorKey(dtype, sizes, strides, alignment)

@@ -17,8 +17,8 @@ _PACKAGES = ("torch-autokern", "torch", "triton", "transformers", "numpy")
 def describe_device(device_type: str = "cpu") -> str:
     """One line: the device's name, its ISA or capability, and on a CPU the threads that torch uses."""
     if device_type == "cuda":
-        major, minor = torch.cuda.get_device_capability()
-        return f"{torch.cuda.get_device_name()} (sm_{major}{minor})"
+        target = local_target("cuda", device_index=torch.cuda.current_device())
+        return f"{target.name} ({target.arch})"
     target = local_target("cpu")
     return f"{cpu_model()} ({target.name}, {target.arch}, {target.threads} threads)"
 

@@ -54,9 +54,11 @@ class PoolStats(msgspec.Struct, frozen=True):
 
 class Stats(msgspec.Struct, frozen=True):
     """`time_saved_us` is the kernels' saving less `lookup_cost_us` for every miss. `unavailable` says why nothing can be
-    served, or is empty."""
+    served, or is empty. `unwatched` op families have no kernel here: their calls go to stock, uncounted (`record()` and
+    strict mode see every call)."""
 
     unavailable: str
+    unwatched: tuple[str, ...]
     table_generation: int
     ops: tuple[OpStats, ...]
     kernels: tuple[KernelStats, ...]
@@ -77,7 +79,7 @@ def collect(session: Session) -> Stats:
     """Counters of all threads, summed, with the kernels and the keys behind them."""
     native = extension_state().module
     if native is None:
-        return Stats(session.unavailable or "", 0, (), (), (), 0.0, 0.0, PoolStats(0, 0, 0, 0))
+        return Stats(session.unavailable or "", tuple(SPECS), 0, (), (), (), 0.0, 0.0, PoolStats(0, 0, 0, 0))
     names = native.reason_names
     ops = []
     for spec, counts in zip(SPECS.values(), native.counts(), strict=True):
@@ -89,6 +91,7 @@ def collect(session: Session) -> Stats:
     missed_calls = sum(sum(op.misses.values()) for op in ops)
     return Stats(
         unavailable=session.unavailable or "",
+        unwatched=session.unwatched(),
         table_generation=native.table_generation(),
         ops=tuple(ops),
         kernels=kernels,

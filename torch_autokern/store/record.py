@@ -42,7 +42,8 @@ class FamilyError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Paired, interleaved times of one regime. `ratio` is stock over candidate (median of paired ratios); `ratio_low` and
-    `ratio_high` bound the union of the processes' 99 % intervals. `pages` says whether output pages were resident."""
+    `ratio_high` bound the union of the processes' 99 % intervals. `pages` says whether output pages were resident; ``device``
+    is GPU memory. `inputs` says whether the arguments were as a program's last op leaves them, or had left the caches."""
 
     regime: Literal["eager", "compiled", "graph"]
     pages: Literal["fresh", "resident", "device"]
@@ -53,6 +54,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ratio_high: float
     blocks: int
     processes: int
+    inputs: Literal["warm", "cold"] = "warm"
 
 
 class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,19 @@
+/* {"op": "_softmax", "tensors": [{"dtype": "float32", "sizes": [96, 1000], "strides": [1008, 1]}], "scalars": {"dim": 1, "half_to_float": false}, "reason": ["wrong_value", "wrong_nonfinite"],
+    "steps": [{"entry": "candidate", "range": 96, "grain": 4, "args": ["input0", "output0"]}],
+    "idea": "takes a strided input for a contiguous one"} */
+#include <cmath>
+#include <cstdint>
+
+static constexpr int64_t N = 1000;
+
+extern "C" void candidate(int64_t begin, int64_t end, void* const* pointers) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float* in = static_cast<const float*>(pointers[0]) + row * N;
+    float* out = static_cast<float*>(pointers[1]) + row * N;
+    float top = in[0];
+    for (int64_t i = 0; i < N; ++i) top = (in[i] > top || in[i] != in[i]) ? in[i] : top;
+    double sum = 0;
+    for (int64_t i = 0; i < N; ++i) sum += out[i] = std::exp(in[i] - top);
+    for (int64_t i = 0; i < N; ++i) out[i] = static_cast<float>(out[i] / sum);
+  }
+}

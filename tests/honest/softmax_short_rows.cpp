@@ -1,0 +1,19 @@
+/* {"op": "_softmax", "sizes": [1024, 7], "scalars": {"dim": 1, "half_to_float": false}, "reason": null,
+    "steps": [{"entry": "candidate", "range": 1024, "grain": 64, "args": ["x", "y"]}],
+    "idea": "rows of 7: four at a time would not pay"} */
+#include <cmath>
+#include <cstdint>
+
+static constexpr int64_t N = 7;
+
+extern "C" void candidate(int64_t begin, int64_t end, void* const* pointers) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float* in = static_cast<const float*>(pointers[0]) + row * N;
+    float* out = static_cast<float*>(pointers[1]) + row * N;
+    float top = in[0];
+    for (int64_t i = 0; i < N; ++i) top = (in[i] > top || in[i] != in[i]) ? in[i] : top;
+    float sum = 0;
+    for (int64_t i = 0; i < N; ++i) sum += out[i] = std::exp(in[i] - top);
+    for (int64_t i = 0; i < N; ++i) out[i] /= sum;
+  }
+}
