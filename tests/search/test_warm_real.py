@@ -71,7 +71,7 @@ def test_broken_candidates_are_refused_by_the_builder_with_a_reason() -> None:
     good = first_guess(ROWS, _target())[0]
     broken = [_with(good, good.source + "\nint x = ;"), _with(good, good.source + '\nvoid g() { asm("nop"); }')]
     broken.append(_with(good, good.source + "\nstatic int n; __attribute__((used)) int h() { return ++n; }"))
-    refusals = {candidate.candidate_id: found for candidate, found in LocalEngine().build(broken, _target())}
+    refusals = {candidate.candidate_id: found for candidate, found in LocalEngine().build(broken, _target(), ROWS)}
     reasons = [refusals[candidate.candidate_id].reason.value for candidate in broken]  # type: ignore[union-attr]
     assert reasons == ["build_failed", "build_failed", "static_rule"]
 

@@ -11,7 +11,7 @@ from torch_autokern.build.candidate import Artifact, Candidate
 from torch_autokern.judge.outcome import JUDGE_VERSION, Accuracy, Reason, Refusal, ScreenResult
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.plan import CpuStep, InputArg, LaunchPlan, OutputArg
-from torch_autokern.store.key import KernelKey, Target
+from torch_autokern.store.key import DeviceType, KernelKey, Target
 from torch_autokern.store.record import FamilyError, Timing, Verdict
 from torch_autokern.store.workload import SCHEMA, Workload, WorkloadEntry
 
@@ -51,10 +51,12 @@ class ScriptedEngine:
     closed: int = 0
     compiler: str = "scripted 1"
 
-    def toolchain(self) -> str:
+    def toolchain(self, device_type: DeviceType) -> str:
         return self.compiler
 
-    def build(self, candidates: Sequence[Candidate], target: Target) -> Iterator[tuple[Candidate, Artifact | Refusal]]:
+    def build(
+        self, candidates: Sequence[Candidate], target: Target, key: KernelKey
+    ) -> Iterator[tuple[Candidate, Artifact | Refusal]]:
         for one in candidates:
             outcome = self._answer("build", one.idea, self.builds.get(one.idea, 1.0))
             built = outcome if isinstance(outcome, Refusal) else Artifact(one, b"library", one.candidate_id, {}, "box", 0.1)

@@ -14,10 +14,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from torch_autokern.cli import shell
+from torch_autokern.cli.accuracy import chosen
 from torch_autokern.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from torch_autokern.judge.outcome import Accuracy
     from torch_autokern.search import outcome
 
 _WORDS = {
@@ -62,7 +62,7 @@ def warm(
                 loaded,
                 budget_seconds=None if budget is None else budget * 60,
                 store=store,
-                accuracy=_accuracy(accuracy, atol, rtol),
+                accuracy=chosen(accuracy, atol, rtol, "--accuracy"),
                 on_event=show,
                 allow_weak_box=allow_weak_box,
             )
@@ -78,16 +78,6 @@ def warm(
         raise typer.Exit(shell.EXIT_INTERRUPTED)
     if report.budget_over:
         shell.say(f"autokern: the budget ended before everything was tried; continue with: autokern warm {workload}")
-
-
-def _accuracy(kind: str, atol: float, rtol: float) -> Accuracy:
-    from torch_autokern.judge.outcome import Accuracy, as_accuracy
-
-    if kind == "tolerance":
-        return as_accuracy(Accuracy("tolerance", atol, rtol))
-    if atol or rtol:
-        raise InvalidInputError(f"--atol and --rtol belong to --accuracy tolerance, not to {kind!r}")
-    return as_accuracy(kind)
 
 
 @contextlib.contextmanager

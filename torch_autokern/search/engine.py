@@ -8,26 +8,28 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Protocol
 
 from torch_autokern.build.candidate import Artifact, Candidate
-from torch_autokern.build.compile_cpp import compile_cpp, find_compiler
+from torch_autokern.build.compile import compile_candidate, toolchain
 from torch_autokern.errors import BuildError, StaticRuleError
 from torch_autokern.judge import verdict
 from torch_autokern.judge.outcome import Accuracy, Reason, Refusal, ScreenResult
-from torch_autokern.store.key import KernelKey, Target
+from torch_autokern.store.key import DeviceType, KernelKey, Target
 from torch_autokern.store.record import Verdict
 
 
 class Engine(Protocol):
     """What the search needs of a machine, or of many. A refusal is a value; an exception means the engine itself failed."""
 
-    def toolchain(self) -> str:
+    def toolchain(self, device_type: DeviceType) -> str:
         """Compiler and version: a candidate refused by one compiler may build with another.
 
         Raises:
             ToolchainError: there is none.
         """
 
-    def build(self, candidates: Sequence[Candidate], target: Target) -> Iterator[tuple[Candidate, Artifact | Refusal]]:
-        """Build a batch, in any order, as fast as the machine allows."""
+    def build(
+        self, candidates: Sequence[Candidate], target: Target, key: KernelKey
+    ) -> Iterator[tuple[Candidate, Artifact | Refusal]]:
+        """Build a batch for a key, in any order, as fast as the machine allows."""
 
     def screen(self, artifact: Artifact, key: KernelKey, target: Target, accuracy: Accuracy) -> ScreenResult | Refusal:
         """A short look at one candidate."""
@@ -46,21 +48,25 @@ class LocalEngine:
         self._allow_weak_box = allow_weak_box
         self._workers = workers or len(os.sched_getaffinity(0))
 
-    def toolchain(self) -> str:
+    def toolchain(self, device_type: DeviceType) -> str:
         """See `Engine`."""
-        return find_compiler().version
+        return toolchain(device_type)
 
-    def build(self, candidates: Sequence[Candidate], target: Target) -> Iterator[tuple[Candidate, Artifact | Refusal]]:
-        """See `Engine`. Threads suffice: each waits for a boxed compiler process.
+    def build(
+        self, candidates: Sequence[Candidate], target: Target, key: KernelKey
+    ) -> Iterator[tuple[Candidate, Artifact | Refusal]]:
+        """See `Engine`. Threads suffice: each waits for a boxed compiler process. A GPU's runner starts up beside them.
 
         Raises:
             ToolchainError: no compiler, or none for this target.
             BoxError: the box does not hold here.
         """
-        find_compiler()  # once, before the threads ask
+        toolchain(target.device_type)  # once, before the threads ask
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="autokern-build")
         try:
-            waiting = {pool.submit(self._build_one, candidate, target): candidate for candidate in candidates}
+            if target.device_type == "cuda":
+                pool.submit(verdict.open_screen, target.device_type, allow_weak_box=self._allow_weak_box)
+            waiting = {pool.submit(self._build_one, candidate, target, key): candidate for candidate in candidates}
             for future in as_completed(waiting):
                 yield waiting[future], future.result()
         finally:
@@ -78,9 +84,9 @@ class LocalEngine:
         """See `Engine`."""
         verdict.close_screen()
 
-    def _build_one(self, candidate: Candidate, target: Target) -> Artifact | Refusal:
+    def _build_one(self, candidate: Candidate, target: Target, key: KernelKey) -> Artifact | Refusal:
         try:
-            return compile_cpp(candidate, target, allow_weak_box=self._allow_weak_box)
+            return compile_candidate(candidate, target, key=key, allow_weak_box=self._allow_weak_box)
         except StaticRuleError as error:
             return Refusal(Reason.STATIC_RULE, str(error))
         except BuildError as error:

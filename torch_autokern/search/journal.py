@@ -59,10 +59,14 @@ class KeyJournal:
     def read(self, context: str) -> dict[str, Trial]:
         """The last trial of each candidate in this context."""
         found: dict[str, Trial] = {}
-        for trial in [*self._stored(), *self._unwritten]:
+        for trial in self.every():
             if trial.context == context:
                 found[trial.candidate_id] = trial
         return found
+
+    def every(self) -> list[Trial]:
+        """All trials of all contexts, in the order in which they were noted."""
+        return [*self._stored(), *self._unwritten]
 
     def append(self, trial: Trial) -> None:
         """Add a trial, durably where the disk allows it."""

@@ -14,12 +14,11 @@ from typing import Protocol
 from torch_autokern.build.candidate import Artifact, Candidate
 from torch_autokern.errors import JudgeError
 from torch_autokern.judge.outcome import ACCEPT_RATIO, Accuracy, Reason, Refusal, ScreenResult
-from torch_autokern.runtime.plan import encode_plan
 from torch_autokern.runtime.target import stock_build
 from torch_autokern.search.engine import Engine
 from torch_autokern.search.journal import KeyJournal, Trial
 from torch_autokern.search.outcome import Activity, KeyResult
-from torch_autokern.store.key import Target
+from torch_autokern.store.key import KernelKey, Target
 from torch_autokern.store.record import KernelRecord, Provenance, Verdict
 from torch_autokern.store.store import KernelStore, PublishOutcome, utc_now
 from torch_autokern.store.workload import Workload, WorkloadEntry
@@ -76,12 +75,14 @@ class Run(Protocol):
 
     store: KernelStore
     accuracy: Accuracy
-    target: Target
     engine: Engine
     workload: Workload
     clock: Clock
     tally: Tally
     judge_failures: int
+
+    def target_for(self, key: KernelKey) -> Target:
+        """What a key is tuned for: this machine's CPU, or its GPU."""
 
     def quiet(self) -> AbstractContextManager[None]:
         """Nothing else is built or timed on this machine meanwhile."""
@@ -108,6 +109,7 @@ class KeySearch:
         self.parent = run
         self.entry = entry
         self.key = entry.key
+        self.target = run.target_for(entry.key)
         self.candidates = {candidate.candidate_id: candidate for candidate in candidates}
         self.journal = journal
         self.context = context
@@ -140,30 +142,31 @@ class KeySearch:
         waiting = [candidate for name, candidate in self.candidates.items() if name not in self.trials]
         if not waiting:
             return
-        ready = list(self._build(waiting))
-        order = {name: place for place, name in enumerate(self.candidates)}
-        for artifact in sorted(ready, key=lambda a: order[a.candidate.candidate_id]):
+        ready = set(self._build(waiting))
+        in_order = [name for name in self.candidates if name in ready]
+        for name in in_order:
             # The first one is always screened: a budget that allows a build should allow an answer.
-            if artifact is not ready[0] and (self._is_late(_SCREEN_PART) or self.parent.clock.is_over()):
+            if name != in_order[0] and (self._is_late(_SCREEN_PART) or self.parent.clock.is_over()):
                 return
-            self._screen(artifact)
+            self._screen(name)
 
-    def _build(self, candidates: Sequence[Candidate]) -> Iterator[Artifact]:
+    def _build(self, candidates: Sequence[Candidate]) -> Iterator[str]:
+        """Build, keep the artifacts, and yield the ids of the candidates that have one. (An artifact's own candidate may be
+        another: Triton completes the plan.)"""
         with self.parent.quiet():
-            for candidate, built in self.parent.engine.build(candidates, self.parent.target):
+            for candidate, built in self.parent.engine.build(candidates, self.target, self.key):
                 if isinstance(built, Artifact):
                     self.artifacts[candidate.candidate_id] = built
                     self.parent.tally.built += 1
-                    yield built
+                    yield candidate.candidate_id
                 else:
                     self._refuse(candidate.candidate_id, built, judged=False)
                 self._say("building")
 
-    def _screen(self, artifact: Artifact) -> None:
-        name = artifact.candidate.candidate_id
+    def _screen(self, name: str) -> None:
         try:
             with self.parent.quiet():
-                found = self.parent.engine.screen(artifact, self.key, self.parent.target, self.parent.accuracy)
+                found = self.parent.engine.screen(self.artifacts[name], self.key, self.target, self.parent.accuracy)
         except JudgeError as error:
             self.failure = str(error)
             self.parent.judge_failed(error)
@@ -193,7 +196,7 @@ class KeySearch:
         self._say("judging")
         try:
             with self.parent.quiet():
-                found = self.parent.engine.judge(self.artifacts[name], self.key, self.parent.target, self.parent.accuracy)
+                found = self.parent.engine.judge(self.artifacts[name], self.key, self.target, self.parent.accuracy)
         except JudgeError as error:
             self.failure = str(error)
             self.parent.judge_failed(error)
@@ -211,10 +214,9 @@ class KeySearch:
     def _publish(self, artifact: Artifact, verdict: Verdict) -> PublishOutcome:
         """Before the journal says accepted: a kill in between repeats a verdict and loses nothing."""
         candidate = artifact.candidate
-        source = candidate.source.encode()
         record = KernelRecord(
             key=self.key,
-            target=self.parent.target,
+            target=self.target,
             stock_build=stock_build(),
             verdict=verdict,
             provenance=Provenance(
@@ -225,15 +227,14 @@ class KeySearch:
                 template=candidate.template,
                 parameters=candidate.parameters,
                 parents=candidate.parents,
-                source_sha256=hashlib.sha256(source).hexdigest(),
+                source_sha256=hashlib.sha256(candidate.source.encode()).hexdigest(),
                 tools=artifact.tools,
                 box_level=artifact.box_level,
                 created=utc_now(),
             ),
             blobs=(),
         )
-        data = {"plan.json": encode_plan(candidate.plan), "kernel.so": artifact.binary, "source.cpp": source}
-        return self.parent.store.publish(record, data)
+        return self.parent.store.publish(record, artifact.blobs())
 
     def _settle(self, trial: Trial, verdict: Verdict) -> None:
         timing = verdict.timings[0]

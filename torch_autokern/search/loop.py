@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 from torch_autokern.build.candidate import Candidate
-from torch_autokern.errors import InvalidInputError, JudgeError, StoreError
+from torch_autokern.errors import DeviceError, InvalidInputError, JudgeError, StoreError
 from torch_autokern.judge.inputs import check_supported
 from torch_autokern.judge.outcome import JUDGE_VERSION, Accuracy, as_accuracy
 from torch_autokern.ops import SPECS
@@ -22,7 +24,7 @@ from torch_autokern.search.journal import KeyJournal
 from torch_autokern.search.key_search import Clock, KeySearch, Tally
 from torch_autokern.search.outcome import Activity, KeyResult, Progress, WarmInterrupted, WarmReport
 from torch_autokern.store.folders import FolderChoice, folder_refusal
-from torch_autokern.store.key import KernelKey, Target, canonical_json
+from torch_autokern.store.key import DeviceType, KernelKey, Target, canonical_json
 from torch_autokern.store.record import StoredRecord, Timing
 from torch_autokern.store.store import KernelStore, open_store
 from torch_autokern.store.workload import Workload, WorkloadEntry
@@ -60,7 +62,8 @@ def warm(
         on_event: called with a `Progress` after every step, in the calling thread.
         proposers: each maps (key, target) to candidates, best guess first.
         engine: where builds and judgements run; this machine by default.
-        target: what to tune for; this machine with the workload's thread count by default.
+        target: what to tune for; by default this machine, its GPU for GPU keys and its CPU, with the workload's thread count,
+            for the others.
 
     Raises:
         InvalidInputError: an unknown op in the workload, or an accuracy that is none.
@@ -68,6 +71,7 @@ def warm(
         ToolchainError: a key needs a compiler and there is none.
         BoxError: candidates cannot be boxed here.
         JudgeError: the judge failed twice in a row; nothing that was proved before is lost.
+        DeviceError: the device does not answer any more; nothing that was proved before is lost.
         WarmInterrupted: Ctrl-C; a `KeyboardInterrupt` that carries the report.
     """
     unknown = sorted({entry.key.op for entry in workload.entries} - SPECS.keys())
@@ -79,7 +83,7 @@ def warm(
         workload,
         store,
         as_accuracy(accuracy),
-        target or _target_of(workload),
+        _targets(workload) if target is None else {target.device_type: target},
         engine or LocalEngine(allow_weak_box=allow_weak_box),
         proposers,
         on_event or (lambda progress: None),
@@ -95,10 +99,14 @@ def _named_folder(folder: Path) -> FolderChoice:
     return FolderChoice(folder.absolute(), "named by the caller")
 
 
-def _target_of(workload: Workload) -> Target:
+def _targets(workload: Workload) -> dict[DeviceType, Target]:
+    """This machine's target for each type of device that the workload has keys of, as far as it is here."""
     # Threads are part of the key: kernels proved with another count would not be served to the recorded program.
     fits = 0 < workload.threads <= len(os.sched_getaffinity(0))
-    return local_target(threads=workload.threads if fits else None)
+    found: dict[DeviceType, Target] = {"cpu": local_target(threads=workload.threads if fits else None)}
+    if any(entry.key.device_type == "cuda" for entry in workload.entries) and torch.cuda.is_available():
+        found["cuda"] = local_target("cuda", device_index=torch.cuda.current_device())
+    return found
 
 
 class _Search:
@@ -109,7 +117,7 @@ class _Search:
         workload: Workload,
         store: KernelStore,
         accuracy: Accuracy,
-        target: Target,
+        targets: dict[DeviceType, Target],
         engine: Engine,
         proposers: Sequence[Proposer],
         on_event: Callable[[Progress], None],
@@ -117,7 +125,7 @@ class _Search:
     ) -> None:
         self.store = store
         self.accuracy = accuracy
-        self.target = target
+        self.targets = targets
         self.engine = engine
         self.proposers = proposers
         self.on_event = on_event
@@ -166,13 +174,16 @@ class _Search:
             if there is not None:
                 return _already(key, share, there)
             deadline = self.clock.allot([other.stock_time_us for other in rest])
-            search = KeySearch(self, entry, candidates, journal, self._context(), deadline)
+            search = KeySearch(self, entry, candidates, journal, self._context(key), deadline)
             return search.run()
 
     def _unsupported(self, key: KernelKey) -> str | None:
-        if key.device_type != self.target.device_type:
-            return f"a {key.device_type} key cannot be judged on this {self.target.device_type} target"
+        if key.device_type not in self.targets:
+            return f"a {key.device_type} key cannot be judged here: the target is {', '.join(self.targets)}"
         return check_supported(key)
+
+    def target_for(self, key: KernelKey) -> Target:
+        return self.targets[key.device_type]
 
     def _not_tried(self, entry: WorkloadEntry, reason: str) -> KeyResult:
         return KeyResult(entry.key, self.workload.share(entry), "not_tried", reason=reason)
@@ -180,26 +191,30 @@ class _Search:
     def _propose(self, key: KernelKey) -> list[Candidate]:
         found: dict[str, Candidate] = {}
         for propose in self.proposers:
-            for candidate in propose(key, self.target):
+            for candidate in propose(key, self.target_for(key)):
                 found.setdefault(candidate.candidate_id, candidate)
         return list(found.values())
 
-    def _context(self) -> str:
+    def _context(self, key: KernelKey) -> str:
         """What a trial's outcome holds for; anything else may end differently."""
-        parts = (self.target, stock_build(), JUDGE_VERSION, self.accuracy, self.engine.toolchain())
+        compiler = self.engine.toolchain(key.device_type)
+        parts = (self.target_for(key), stock_build(), JUDGE_VERSION, self.accuracy, compiler)
         return hashlib.sha256(canonical_json(parts)).hexdigest()[:16]
 
     def _armed(self, key: KernelKey) -> StoredRecord | None:
         """A record that serves this key here, with this accuracy and thread count; the fastest of several."""
         found: list[StoredRecord] = []
+        target = self.targets.get(key.device_type)
+        if target is None:
+            return None
         admitted = CLASSES[: CLASSES.index(self.accuracy.kind) + 1]
         for stored in self.store.records(key.digest):
             record = stored.record
             notes = self.store.notes(key.digest, stored.record_id)
-            fits = record.key == key and record.target.threads == self.target.threads and record.verdict.timings
+            fits = record.key == key and record.target.threads == target.threads and record.verdict.timings
             if not fits or record.verdict.accuracy_class not in admitted or _is_looser(stored, self.accuracy):
                 continue
-            if refusal(record, notes, self.target, stock_build()) is None:
+            if refusal(record, notes, target, stock_build()) is None:
                 found.append(stored)
         return max(found, key=lambda stored: timing_of(stored).ratio_low, default=None)
 
@@ -229,9 +244,9 @@ class _Search:
             yield
 
     def judge_failed(self, error: JudgeError) -> None:
-        """Go on after one failure of the judge itself, stop at the second in a row."""
+        """Go on after one failure of the judge itself, stop at the second in a row, and at once where the device is lost."""
         self.judge_failures += 1
-        if self.judge_failures > 1:
+        if self.judge_failures > 1 or isinstance(error, DeviceError):
             raise error
 
     def say(self, activity: Activity, entry: WorkloadEntry | None, *, best: float = 0.0, message: str = "") -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 from torch_autokern.build.candidate import Candidate
 from torch_autokern.search.templates import (
     layer_norm_cuda,
+    layer_norm_ring,
     layer_norm_rows,
     layer_norm_split,
+    matmul_split,
     softmax_columns,
+    softmax_columns_cuda,
     softmax_cuda,
+    softmax_ring,
     softmax_rows,
     softmax_split,
 )
 from torch_autokern.store.key import KernelKey, Target
 
-MAX_CANDIDATES = 10
+# Each costs a build: a C++ compiler takes seconds, NVRTC one.
+MAX_CANDIDATES = {"cpu": 10, "cuda": 60}
 
 # The `split` templates answer only where threads would otherwise idle or rows leave the cache: there they come first.
 _TEMPLATES = (
@@ -23,13 +28,17 @@ _TEMPLATES = (
     softmax_split.propose,
     softmax_rows.propose,
     softmax_columns.propose,
+    layer_norm_ring.propose,
     layer_norm_cuda.propose,
+    softmax_ring.propose,
     softmax_cuda.propose,
+    softmax_columns_cuda.propose,
+    matmul_split.propose,
 )
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
-    """Candidates of every template for one key, best guess first; at most `MAX_CANDIDATES`, since each costs a build."""
+    """Candidates of every template for one key, best guess first; at most `MAX_CANDIDATES` of its device."""
     found = [candidate for template in _TEMPLATES for candidate in template(key, target)]
     unique = {candidate.candidate_id: candidate for candidate in found}
-    return list(unique.values())[:MAX_CANDIDATES]
+    return list(unique.values())[: MAX_CANDIDATES[key.device_type]]

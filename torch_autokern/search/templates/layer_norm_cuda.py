@@ -10,32 +10,11 @@ Newton's iteration.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from torch_autokern.build.candidate import Candidate
-from torch_autokern.runtime.cubin_rules import parse_arch
-from torch_autokern.runtime.plan import (
-    PLAN_VERSION,
-    InputArg,
-    KernelStep,
-    LaunchPlan,
-    OutputArg,
-    PointerArg,
-    Workspace,
-    WorkspaceArg,
-)
-from torch_autokern.search.templates.cuda_rows import (
-    AUTHOR,
-    CUDA_TYPES,
-    ITEM_BYTES,
-    MAX_GRID,
-    VECTOR_BYTES,
-    RowShape,
-    Team,
-    prelude,
-    starts_on_vectors,
-    teams_for,
-)
+from torch_autokern.runtime.plan import InputArg, OutputArg, PointerArg
+from torch_autokern.search.templates.cuda_rows import CUDA_TYPES, ITEM_BYTES, VECTOR_BYTES, RowShape, starts_on_vectors
+from torch_autokern.search.templates.cuda_teams import RowKernel
 from torch_autokern.search.templates.layout import (
     Loop,
     collapse,
@@ -47,9 +26,7 @@ from torch_autokern.search.templates.layout import (
 )
 from torch_autokern.store.key import KernelKey, Target, TensorKey
 
-NAME = "layer_norm_cuda"
-SPLIT = "layer_norm_cuda_split"
-_LARGE_BYTES = 32 << 20
+ARGS: tuple[PointerArg, ...] = (InputArg(0), InputArg(1), InputArg(2), OutputArg(0), OutputArg(1), OutputArg(2))
 
 _CODE = """typedef @WT@ W;
 constexpr bool HAS_WEIGHT = @WEIGHT@, HAS_BIAS = @BIAS@, PARAMETERS_ALIGNED = @PARAMETERS_ALIGNED@, KEEP = sizeof(T) == 4;
@@ -63,6 +40,9 @@ INLINE float rstd_of(float var) {
   // An infinite or a zero variance has no step to take.
   return v > 0.0f && v < INF ? fmaf(r * fmaf(-v * r, r, 1.0f), 0.5f, r) : r;
 }
+// What distances from m0 add to the mean. Where a row holds an infinity or NaN, m0 is its mean and every distance is NaN or
+// infinite: the mean stays as theory has it (infinite for infinities of one sign, else NaN), and rstd and the row are NaN.
+INLINE float beside(float m0, float shift) { return fabsf(m0) < INF ? shift : 0.0f; }
 INLINE float part_of_mean(const pieces<T>* v, float scale) {
   float s[4] = {};
 #pragma unroll
@@ -126,12 +106,12 @@ INLINE T nothing() {
 }
 """
 
-_SIGNATURE = """const T* __restrict__ x, const W* __restrict__ w, const W* __restrict__ b, O* __restrict__ y, float* mean,
+SIGNATURE = """const T* __restrict__ x, const W* __restrict__ w, const W* __restrict__ b, O* __restrict__ y, float* mean,
            float* rstd"""
 _ROWS = (
     """extern "C" __global__ void __launch_bounds__(THREADS)
 layer_norm("""
-    + _SIGNATURE
+    + SIGNATURE
     + """) {
   __shared__ float slots[3][C * WARPS];
   cluster_arrive();
@@ -149,7 +129,7 @@ layer_norm("""
   reduce<total, 2, false>(p, sums, slots[1]);
   const float r = rstd_of(sums[1] - sums[0] * sums[0]);
   if (p.member == 0 && p.live) {
-    mean[mean_offset(p.row)] = m0[0] + sums[0];
+    mean[mean_offset(p.row)] = m0[0] + beside(m0[0], sums[0]);
     rstd[rstd_offset(p.row)] = r;
   }
   write_row(p, y, w, b, v, m0[0], sums[0], r, true);
@@ -177,7 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) measure(const T* __restric
   parts_of_variance(p, v, m0[0], scale, sums);
   reduce<total, 2, false>(p, sums, slots[1]);
   // Mean in two parts; variance about it.
-  if (threadIdx.x == 0) parts[blockIdx.x] = make_float4(m0[0], sums[0], sums[1] - sums[0] * sums[0], 0.0f);
+  if (threadIdx.x == 0) parts[blockIdx.x] = make_float4(m0[0], beside(m0[0], sums[0]), sums[1] - sums[0] * sums[0], 0.0f);
   @LEAVE@
 }
 INLINE double over_warp(double v) {
@@ -187,7 +167,7 @@ INLINE double over_warp(double v) {
 }
 extern "C" __global__ void __launch_bounds__(THREADS)
 apply("""
-    + _SIGNATURE
+    + SIGNATURE
     + """, const float4* parts) {
   place p = my_place();
   x += x_offset(p.row);
@@ -221,29 +201,8 @@ apply("""
 )
 
 
-@dataclass(frozen=True)
-class _Layout:
-    shape: RowShape
-    outer: tuple[Loop, ...]
-    eps: float
-    dtypes: tuple[str, str]
-    weight: TensorKey | None
-    bias: TensorKey | None
-
-    @property
-    def rows(self) -> int:
-        return steps_in(self.outer)
-
-    @property
-    def streaming(self) -> bool:
-        return self.rows * self.shape.length * ITEM_BYTES[self.dtypes[1]] > _LARGE_BYTES
-
-    @property
-    def args(self) -> tuple[PointerArg, ...]:
-        return (InputArg(0), InputArg(1), InputArg(2), OutputArg(0), OutputArg(1), OutputArg(2))
-
-
-def _layout(key: KernelKey) -> _Layout | None:
+def row_kernel(key: KernelKey) -> RowKernel | None:
+    """The op over rows of neighbours; None for any other call."""
     if key.device_type != "cuda" or key.op != "native_layer_norm" or not dense_tensors(key, tuple(CUDA_TYPES)):
         return None
     shape = key.scalars["normalized_shape"]
@@ -261,8 +220,21 @@ def _layout(key: KernelKey) -> _Layout | None:
         return None
     outer = loops_over(range(first), (x, mean, rstd, y))
     strides = tuple(tuple(loop.strides[i] for loop in outer) for i in (0, 3))
-    rows_ = RowShape(math.prod(shape), ITEM_BYTES[x.dtype], starts_on_vectors((x, y), strides))
-    return _Layout(rows_, outer, float(key.scalars["eps"]), (x.dtype, y.dtype), weight, bias)  # type: ignore[arg-type]
+    rows = RowShape(math.prod(shape), ITEM_BYTES[x.dtype], starts_on_vectors((x, y), strides))
+    values = {
+        "WT": CUDA_TYPES[parameters[0].dtype if parameters else x.dtype],
+        "WEIGHT": "true" if weight is not None else "false",
+        "BIAS": "true" if bias is not None else "false",
+        "PARAMETERS_ALIGNED": "true"
+        if rows.aligned and all(t.alignment_bytes >= VECTOR_BYTES for t in parameters)
+        else "false",
+        "EPS": f"float({float(key.scalars['eps'])!r})",  # type: ignore[arg-type]
+        **{name: offset(outer, i, "row") for i, name in enumerate(("X", "MEAN", "RSTD", "Y"))},
+    }
+    code = _CODE
+    for name, value in values.items():
+        code = code.replace(f"@{name}@", value)
+    return RowKernel("layer_norm", steps_in(outer), rows, (x.dtype, y.dtype), ARGS, code, _ROWS, _SPLIT, part_bytes=16)
 
 
 def _one_run(tensors: list[TensorKey], dims: int) -> bool:
@@ -272,64 +244,7 @@ def _one_run(tensors: list[TensorKey], dims: int) -> bool:
     return not joined or (len(joined) == 1 and set(joined[0].strides) == {1})
 
 
-def _code(layout: _Layout) -> str:
-    parameters = [t for t in (layout.weight, layout.bias) if t is not None]
-    aligned = layout.shape.aligned and all(t.alignment_bytes >= VECTOR_BYTES for t in parameters)
-    values = {
-        "WT": CUDA_TYPES[parameters[0].dtype if parameters else layout.dtypes[0]],
-        "WEIGHT": "true" if layout.weight is not None else "false",
-        "BIAS": "true" if layout.bias is not None else "false",
-        "PARAMETERS_ALIGNED": "true" if aligned else "false",
-        "EPS": f"float({layout.eps!r})",
-        **{name: offset(layout.outer, i, "row") for i, name in enumerate(("X", "MEAN", "RSTD", "Y"))},
-    }
-    text = _CODE
-    for name, value in values.items():
-        text = text.replace(f"@{name}@", value)
-    return text
-
-
-def rows(layout: _Layout, team: Team, streaming: bool) -> Candidate:
-    """A team a row."""
-    source = prelude(layout.shape, layout.rows, team, layout.dtypes, streaming=streaming) + _code(layout) + _ROWS
-    step = KernelStep("layer_norm", (team.grid(layout.rows), 1, 1), (team.threads, 1, 1), layout.args, (team.cluster, 1, 1))
-    idea = f"A row in the registers of {team.size} threads of {team.cluster} blocks, {team.vectors} pieces of 16 bytes each."
-    parameters = {"team": team.size, "threads": team.threads, "cluster": team.cluster, "streaming": streaming}
-    return Candidate("cuda", source, LaunchPlan(PLAN_VERSION, (step,)), idea, AUTHOR, NAME, dict(parameters))
-
-
-def split(layout: _Layout, threads: int, vectors: int, programmatic: bool) -> Candidate | None:
-    """Chunks of `threads * vectors` pieces; `programmatic`: the second launch loads its chunk while the first still runs."""
-    chunks = -(-layout.shape.pieces // (threads * vectors))
-    blocks = layout.rows * chunks
-    if chunks < 2 or blocks > MAX_GRID:
-        return None
-    team = Team(threads, threads, vectors)
-    body = _SPLIT.replace("@WAIT@", 'asm volatile("griddepcontrol.wait;" ::: "memory");' if programmatic else "")
-    body = body.replace("@LEAVE@", 'asm volatile("griddepcontrol.launch_dependents;");' if programmatic else "")
-    source = prelude(layout.shape, layout.rows, team, layout.dtypes, chunks=chunks) + _code(layout) + body
-    grid, block, parts = (blocks, 1, 1), (threads, 1, 1), WorkspaceArg("parts")
-    steps = (
-        KernelStep("measure", grid, block, (InputArg(0), parts)),
-        KernelStep("apply", grid, block, (*layout.args, parts), programmatic=programmatic),
-    )
-    plan = LaunchPlan(PLAN_VERSION, steps, (Workspace("parts", 16 * blocks),))
-    idea = f"Each row in {chunks} chunks for as many blocks; their moments are merged in a second launch."
-    parameters = {"threads": threads, "vectors": vectors, "programmatic": programmatic}
-    return Candidate("cuda", source, plan, idea, AUTHOR, SPLIT, dict(parameters))
-
-
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
     """Candidates for rows of neighbouring elements, best guess first; else []."""
-    layout = _layout(key)
-    if layout is None or target.device_type != "cuda":
-        return []
-    hopper = parse_arch(target.arch)[0] >= 9
-    teams = [team for team in teams_for(layout.shape, layout.rows) if hopper or team.cluster == 1]
-    found = [rows(layout, team, layout.streaming) for team in teams[:6]]
-    if layout.shape.pieces >= 2048 and layout.rows < 512:
-        options = ((256, 4, hopper), (512, 4, hopper), (512, 8, hopper), (256, 8, False))
-        chunked = [split(layout, *option) for option in options]
-        few = [candidate for candidate in chunked if candidate is not None]
-        found = few + found if layout.rows * 16 < 132 or not found else found + few
-    return found
+    kernel = row_kernel(key)
+    return kernel.candidates(target) if kernel is not None and target.device_type == "cuda" else []

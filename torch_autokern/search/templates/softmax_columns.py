@@ -86,7 +86,7 @@ struct block {
         if (PREFETCH)
           AK_UNROLL for (int c = 0; c < V * WIDTH; c += 64) __builtin_prefetch((const char*)(next + d * SX) + c, 0, 2);
         AK_UNROLL for (int v = 0; v < V; v++) {
-          vf e = ak_exp(load(x + d * SX, v) - m[v]);
+          vf e = ak_exp<LOG>(load(x + d * SX, v) - m[v]);
           keep(y, scratch, d, v, e);
           part[v] += e;
         }

@@ -9,39 +9,32 @@ float32 uses `expf` and a quotient corrected by one step of Newton's iteration, 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torch_autokern.build.candidate import Candidate
-from torch_autokern.runtime.cubin_rules import parse_arch
-from torch_autokern.runtime.plan import PLAN_VERSION, InputArg, KernelStep, LaunchPlan, OutputArg, Workspace, WorkspaceArg
-from torch_autokern.search.templates.cuda_rows import (
-    AUTHOR,
-    CUDA_TYPES,
-    ITEM_BYTES,
-    MAX_GRID,
-    RowShape,
-    Team,
-    prelude,
-    starts_on_vectors,
-    teams_for,
-)
-from torch_autokern.search.templates.layout import Loop, dense_tensors, distinct_elements, loops_over, offset, steps_in
+from torch_autokern.runtime.plan import InputArg, OutputArg
+from torch_autokern.search.templates.cuda_rows import CUDA_TYPES, ITEM_BYTES, RowShape, starts_on_vectors
+from torch_autokern.search.templates.cuda_teams import RowKernel
+from torch_autokern.search.templates.layout import dense_tensors, distinct_elements, loops_over, offset, steps_in
 from torch_autokern.store.key import KernelKey, Target
 
-NAME = "softmax_cuda"
-SPLIT = "softmax_cuda_split"
-_LOG_OPS = {"_softmax": False, "_log_softmax": True}
-_LARGE_BYTES = 32 << 20  # about the L2 of an H200 (50 MB): larger results are not kept there for anyone
+LOG_OPS = {"_softmax": False, "_log_softmax": True}
 
-_CODE = """constexpr bool LOG = @LOG@, EXACT = sizeof(T) == 4;
-INLINE int64_t x_offset(int64_t row) { return @X@; }
-INLINE int64_t y_offset(int64_t row) { return @Y@; }
+MATH = """constexpr bool LOG = @LOG@, EXACT = sizeof(T) == 4;
+INLINE float exp2f_fast(float v) {
+  float r;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
+  return r;
+}
 // d = x - max <= 0
 INLINE float power(float d) { return EXACT ? expf(d) : exp2f_fast(d * 1.4426950408889634f); }
 INLINE float quotient(float e, float s, float r) {
   const float q = e * r;
   return EXACT ? fmaf(fmaf(-q, s, e), r, q) : q;
 }
+"""
+_CODE = (
+    MATH
+    + """INLINE int64_t x_offset(int64_t row) { return @X@; }
+INLINE int64_t y_offset(int64_t row) { return @Y@; }
 INLINE float row_maximum(const pieces<T>* v) {
   float m[4] = {-INF, -INF, -INF, -INF};
 #pragma unroll
@@ -85,13 +78,7 @@ INLINE T lowest() {
   return r;
 }
 """
-_FAST = """INLINE float exp2f_fast(float v) {
-  float r;
-  asm("ex2.approx.f32 %0, %1;" : "=f"(r) : "f"(v));
-  return r;
-}
-"""
-
+)
 _ROWS = """extern "C" __global__ void __launch_bounds__(THREADS) softmax(const T* __restrict__ x, O* __restrict__ y) {
   __shared__ float slots[2][C * WARPS];
   cluster_arrive();
@@ -151,24 +138,9 @@ apply(const T* __restrict__ x, O* __restrict__ y, const float2* parts) {
 """
 
 
-@dataclass(frozen=True)
-class _Layout:
-    log: bool
-    shape: RowShape
-    outer: tuple[Loop, ...]
-    dtypes: tuple[str, str]
-
-    @property
-    def rows(self) -> int:
-        return steps_in(self.outer)
-
-    @property
-    def streaming(self) -> bool:
-        return self.rows * self.shape.length * ITEM_BYTES[self.dtypes[1]] > _LARGE_BYTES
-
-
-def _layout(key: KernelKey) -> _Layout | None:
-    if key.device_type != "cuda" or key.op not in _LOG_OPS or not dense_tensors(key, tuple(CUDA_TYPES)):
+def row_kernel(key: KernelKey) -> RowKernel | None:
+    """The op over rows of neighbours; None for any other call."""
+    if key.device_type != "cuda" or key.op not in LOG_OPS or not dense_tensors(key, tuple(CUDA_TYPES)):
         return None
     x, y, dim = key.tensors[0], key.outputs[0], key.scalars["dim"]
     if x is None or y is None or x.sizes != y.sizes or not distinct_elements(y) or not isinstance(dim, int):
@@ -181,58 +153,13 @@ def _layout(key: KernelKey) -> _Layout | None:
     outer = loops_over([d for d in range(len(x.sizes)) if d != dim], (x, y))
     strides = tuple(tuple(loop.strides[i] for loop in outer) for i in range(2))
     shape = RowShape(length, ITEM_BYTES[x.dtype], starts_on_vectors((x, y), strides))
-    return _Layout(_LOG_OPS[key.op], shape, outer, (x.dtype, y.dtype))
-
-
-def _code(layout: _Layout) -> str:
-    text = _CODE.replace("@LOG@", "true" if layout.log else "false")
-    return _FAST + text.replace("@X@", offset(layout.outer, 0, "row")).replace("@Y@", offset(layout.outer, 1, "row"))
-
-
-def rows(layout: _Layout, team: Team, streaming: bool) -> Candidate:
-    """A team a row."""
-    source = prelude(layout.shape, layout.rows, team, layout.dtypes, streaming=streaming) + _code(layout) + _ROWS
-    step = KernelStep(
-        "softmax", (team.grid(layout.rows), 1, 1), (team.threads, 1, 1), (InputArg(0), OutputArg(0)), (team.cluster, 1, 1)
-    )
-    idea = f"A row in the registers of {team.size} threads of {team.cluster} blocks, {team.vectors} pieces of 16 bytes each."
-    parameters = {"team": team.size, "threads": team.threads, "cluster": team.cluster, "streaming": streaming}
-    return Candidate("cuda", source, LaunchPlan(PLAN_VERSION, (step,)), idea, AUTHOR, NAME, dict(parameters))
-
-
-def split(layout: _Layout, threads: int, vectors: int, programmatic: bool) -> Candidate | None:
-    """Chunks of `threads * vectors` pieces; `programmatic`: the second launch loads its chunk while the first still runs."""
-    chunks = -(-layout.shape.pieces // (threads * vectors))
-    blocks = layout.rows * chunks
-    if chunks < 2 or blocks > MAX_GRID:
-        return None
-    team = Team(threads, threads, vectors)
-    body = _SPLIT.replace("@WAIT@", 'asm volatile("griddepcontrol.wait;" ::: "memory");' if programmatic else "")
-    body = body.replace("@LEAVE@", 'asm volatile("griddepcontrol.launch_dependents;");' if programmatic else "")
-    source = prelude(layout.shape, layout.rows, team, layout.dtypes, chunks=chunks) + _code(layout) + body
-    grid, block, parts = (blocks, 1, 1), (threads, 1, 1), WorkspaceArg("parts")
-    steps = (
-        KernelStep("measure", grid, block, (InputArg(0), parts)),
-        KernelStep("apply", grid, block, (InputArg(0), OutputArg(0), parts), programmatic=programmatic),
-    )
-    plan = LaunchPlan(PLAN_VERSION, steps, (Workspace("parts", 8 * blocks),))
-    idea = f"Each row in {chunks} chunks for as many blocks; their maxima and sums are merged in a second launch."
-    parameters = {"threads": threads, "vectors": vectors, "programmatic": programmatic}
-    return Candidate("cuda", source, plan, idea, AUTHOR, SPLIT, dict(parameters))
+    code = _CODE.replace("@LOG@", "true" if LOG_OPS[key.op] else "false")
+    code = code.replace("@X@", offset(outer, 0, "row")).replace("@Y@", offset(outer, 1, "row"))
+    args = (InputArg(0), OutputArg(0))
+    return RowKernel("softmax", steps_in(outer), shape, (x.dtype, y.dtype), args, code, _ROWS, _SPLIT, part_bytes=8)
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
     """Candidates for rows of neighbouring elements, best guess first; else []."""
-    layout = _layout(key)
-    if layout is None or target.device_type != "cuda":
-        return []
-    hopper = parse_arch(target.arch)[0] >= 9
-    teams = [team for team in teams_for(layout.shape, layout.rows) if hopper or team.cluster == 1]
-    found = [rows(layout, team, layout.streaming) for team in teams[:6]]
-    if layout.shape.pieces >= 2048 and layout.rows < 512:
-        options = ((256, 4, hopper), (512, 4, hopper), (512, 8, hopper), (256, 8, False))
-        chunked = [split(layout, *option) for option in options]
-        few = [candidate for candidate in chunked if candidate is not None]
-        # A cluster is at most 16 blocks: with fewer rows than a tenth of the chip's processors only chunks fill it.
-        found = few + found if layout.rows * 16 < 132 or not found else found + few
-    return found
+    kernel = row_kernel(key)
+    return kernel.candidates(target) if kernel is not None and target.device_type == "cuda" else []

@@ -64,7 +64,7 @@ AK_INLINE void rows_at(const float* x, float* y, const int64_t* row) {
     s[r] = vf{};
     AK_UNROLL for (int v = 0; v < V; v++) {
       vf d = e[r][v] - m[r];
-      vf w = TAIL && TAIL <= L / 2 && v == V - 1 ? ak_exp_low(d) : ak_exp(d);
+      vf w = TAIL && TAIL <= L / 2 && v == V - 1 ? ak_exp_low<LOG>(d) : ak_exp<LOG>(d);
       e[r][v] = LOG ? d : w;
       s[r] += w;
     }
@@ -120,7 +120,7 @@ struct row {
         if (PREFETCH)
           AK_UNROLL for (int c = 0; c < U * WIDTH; c += 64) __builtin_prefetch((const char*)(next + i) + c, 0, 2);
         AK_UNROLL for (int u = 0; u < U; u++) {
-          vf e = ak_exp(ak_load(x + i + u * L) - m);
+          vf e = ak_exp<LOG>(ak_load(x + i + u * L) - m);
           if (KEEP != NOTHING) ak_store(kept + i + u * L, e);
           s[u] += e;
         }
@@ -129,12 +129,12 @@ struct row {
       total += s[0];
     }
     for (int64_t i = WHOLE; i < VECTORS; i += L) {
-      vf e = ak_exp(ak_load(x + i) - m);
+      vf e = ak_exp<LOG>(ak_load(x + i) - m);
       if (KEEP != NOTHING) ak_store(kept + i, e);
       total += e;
     }
     if (TAIL) {
-      vf e = ak_exp(ak_load_part<PART>(x + VECTORS, ak_splat(-INF)) - m);
+      vf e = ak_exp<LOG>(ak_load_part<PART>(x + VECTORS, ak_splat(-INF)) - m);
       if (KEEP != NOTHING) ak_store_part<PART>(kept + VECTORS, e);
       total += e;
     }
