@@ -2,7 +2,8 @@
 
 One thread on one core; tiny tensors, so that host time is all there is. Four ways of one call, in random order within each
 round: stock (router not installed), out of scope (installed, no scope active), a decided miss (in scope, no record for the
-key) and a hit (in scope, a kernel for the key). Then whole models, optimised with an empty store, against stock.
+key) and a hit (in scope, a kernel for the key). Then whole models against stock: optimised with an empty store, where nothing
+is intercepted, and with every op family watched although no key of the model has a kernel, where every call is a miss.
 """
 
 from __future__ import annotations
@@ -15,13 +16,14 @@ import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.overhead_kernels import HAND_WRITTEN, loaded_kernel
+from benchmarks.overhead_kernels import HAND_WRITTEN, as_programs_write_it, loaded_kernel
 from torch_autokern import api
 from torch_autokern.judge.interval import ratio_interval
 from torch_autokern.ops import SPECS
@@ -78,10 +80,11 @@ class Switchboard:
 
 def measure_op(key: KernelKey, rounds: int) -> list[Row]:
     """Rows of one op: each way against stock."""
-    call = BoundCall(key)
+    bound = BoundCall(key)
     board = Switchboard(key)
-    stock = call.results()
-    errors = call.errors(stock, _results_of_hit(call, board))
+    stock = bound.results()
+    errors = bound.errors(stock, _results_of_hit(bound, board))
+    call = as_programs_write_it(key, bound.inputs.tensors)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     order = list(WAYS)
     shuffle = random.Random(0).shuffle
@@ -162,8 +165,8 @@ class Block(torch.nn.Module):
         return x + wide
 
 
-def measure_model(name: str, blocks: int, width: int, batch: int, tokens: int, seconds: float) -> Row:
-    """A model optimised with an empty store against the same weights without."""
+def measure_model(name: str, blocks: int, width: int, batch: int, tokens: int, seconds: float) -> Iterator[Row]:
+    """A model optimised in vain against the same weights without."""
     torch.manual_seed(0)
     stock = torch.nn.Sequential(*(Block(width, width // 32) for _ in range(blocks))).eval()
     own = torch.nn.Sequential(*(Block(width, width // 32) for _ in range(blocks))).eval()
@@ -172,26 +175,38 @@ def measure_model(name: str, blocks: int, width: int, batch: int, tokens: int, s
         warnings.simplefilter("ignore", api.AutokernWarning)  # that the store is empty is the point
         api.optimize(own)
     x = torch.randn(batch, tokens, width)
-    with torch.inference_mode():
-        same = torch.equal(stock(x), own(x))
-        times = paired_times(Side(lambda: stock(x)), Side(lambda: own(x)), seconds)
+    for case, served, scope in (("empty store", "unwatched", nullcontext), ("only misses", "no_record", _every_family)):
+        with torch.inference_mode(), scope():
+            if not torch.equal(stock(x), own(x)):
+                raise SystemExit(f"{name}: an optimised model that nothing serves differs from stock")
+        with torch.inference_mode():
+            # Long brackets: putting the router in and taking it back leaves caches cold, which a running program does not meet.
+            times = paired_times(Side(lambda: stock(x)), Side(lambda: own(x), scope), seconds, bracket_us=10_000.0)
+        yield Row(
+            case=f"{name}: optimised, {case}",
+            accuracy_class="exact",
+            stock_ms=times.stock_ms,
+            autokern_ms=times.own_ms,
+            ratio=times.interval.ratio,
+            ratio_low=times.interval.low,
+            ratio_high=times.interval.high,
+            error=0.0,
+            stock_error=0.0,
+            served=served,
+            added_us=(times.own_ms - times.stock_ms) * 1000,
+            note="error is against stock: bitwise equal",
+        )
     api.restore(own)
-    if not same:
-        raise SystemExit(f"{name}: an optimised model with an empty store differs from stock")
-    return Row(
-        case=f"{name}: optimised, empty store",
-        accuracy_class="exact",
-        stock_ms=times.stock_ms,
-        autokern_ms=times.own_ms,
-        ratio=times.interval.ratio,
-        ratio_low=times.interval.low,
-        ratio_high=times.interval.high,
-        error=0.0,
-        stock_error=0.0,
-        served="no_record",
-        added_us=(times.own_ms - times.stock_ms) * 1000,
-        note="error is against stock: bitwise equal",
-    )
+
+
+@contextmanager
+def _every_family() -> Iterator[None]:
+    native = extension()
+    native.install()
+    try:
+        yield
+    finally:
+        native.uninstall()
 
 
 def measure(rounds: int, seconds: float) -> Measurement:
@@ -200,8 +215,8 @@ def measure(rounds: int, seconds: float) -> Measurement:
     os.sched_setaffinity(0, {cores[0]})
     torch.set_num_threads(1)
     rows = [row for key in HAND_WRITTEN for row in measure_op(key, rounds)]
-    rows.append(measure_model("6 blocks, 32 x 38 x 384", 6, 384, 32, 38, seconds))
-    rows.append(measure_model("6 blocks, 1 x 8 x 64 (host-bound)", 6, 64, 1, 8, seconds))
+    rows.extend(measure_model("6 blocks, 32 x 38 x 384", 6, 384, 32, 38, seconds))
+    rows.extend(measure_model("6 blocks, 1 x 8 x 64 (host-bound)", 6, 64, 1, 8, seconds))
     settings = {"threads": "1", "core": str(cores[0]), "calls_per_sample": str(CALLS), "samples": str(rounds)}
     return Measurement(describe_device(), versions(), utc_date(), tuple(rows), settings=settings)
 
@@ -217,13 +232,13 @@ def _print(result: Measurement) -> None:
 
 
 def broken_limits(result: Measurement) -> list[str]:
-    """Rows over the project's limits: a miss 0.3 us, a hit nothing over stock, a real-sized model 1 %."""
+    """Rows over the project's limits: a miss 0.3 us, a hit nothing over stock, a model with an empty store 1 %."""
     broken = []
     for row in result.rows:
         added = row.added_us or 0.0
         if (row.case.endswith(": miss") and added > MISS_LIMIT_US) or (row.case.endswith(": hit") and added > HIT_LIMIT_US):
             broken.append(f"{row.case} adds {added:.3f} us")
-        if row.case.startswith("6 blocks, 32") and row.ratio < MODEL_LIMIT:
+        if row.case.endswith("empty store") and row.ratio < MODEL_LIMIT:
             broken.append(f"{row.case} is at {row.ratio:.4f} of stock's speed")
     return broken
 

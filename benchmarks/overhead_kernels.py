@@ -3,6 +3,12 @@ they go into this process's table only, never into a store."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
 from torch_autokern.build.candidate import Candidate
 from torch_autokern.build.compile_cpp import compile_cpp
 from torch_autokern.report.cases import EPS, Case
@@ -77,6 +83,15 @@ HAND_WRITTEN: tuple[KernelKey, ...] = (
     Case("layer_norm", (SIDE, SIDE)).key(),
     KernelKey("mm", "cpu", (_SQUARE, _SQUARE), {}, (_SQUARE,)),
 )
+
+
+def as_programs_write_it(key: KernelKey, tensors: Sequence[Any]) -> Callable[[], Any]:
+    """The call of one of the keys above through PyTorch's public function."""
+    if key.op == "_softmax":
+        return functools.partial(torch.softmax, tensors[0], -1)
+    if key.op == "native_layer_norm":
+        return functools.partial(torch.nn.functional.layer_norm, tensors[0], (SIDE,), tensors[1], tensors[2], EPS)
+    return functools.partial(torch.mm, tensors[0], tensors[1])
 
 
 def loaded_kernel(key: KernelKey) -> LoadedKernel:

@@ -1,6 +1,6 @@
 """Puts the committed results into README.md, between its two markers: ``python -m benchmarks.readme_table``.
 
-Numbers are copied from `benchmarks/results/demo.json` and `overhead.json`, never typed.
+Numbers are copied from `demo.json`, `overhead.json` and `headline.json` in `benchmarks/results/`, never typed.
 """
 
 from __future__ import annotations
@@ -60,7 +60,12 @@ def overhead_lines(result: Measurement) -> list[str]:
 def main() -> None:
     """Rewrite README.md between its markers."""
     results = ROOT / "benchmarks" / "results"
-    lines = demo_lines(load_measurement(results / "demo.json")) + overhead_lines(load_measurement(results / "overhead.json"))
+    lines = [
+        *demo_lines(load_measurement(results / "headline.json")),
+        "",
+        *demo_lines(load_measurement(results / "demo.json")),
+        *overhead_lines(load_measurement(results / "overhead.json")),
+    ]
     readme = ROOT / "README.md"
     before, _, rest = readme.read_text().partition(BEGIN)
     marker, _, _ = rest.partition("\n")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_autokern.report.cases import PUBLISHED, Case
+from torch_autokern.report.cases import HEADLINE, PUBLISHED, Case
 
 # Shapes of MiniLM-L6 on 32 sentences of 38 tokens: short rows, where stock's per-row cost shows.
 MINILM = (
@@ -28,9 +28,30 @@ RAGGED = tuple(
     for length in (1, 3, 15, 16, 17, 31, 63, 64, 65, 1023)
 )  # fmt: skip
 
+# The GPU table of the project's targets, those rows that Case can say: long, short, odd and strided rows.
+GPU_TABLE = (
+    *HEADLINE,
+    Case("softmax", (16, 16384), source="few rows: launch bound"),
+    Case("softmax", (8192, 8192), dtype="bfloat16", source="attention scores"),
+    Case("softmax", (8192, 4096), source="attention scores"),
+    Case("softmax", (32768, 256), dtype="bfloat16", source="many short rows"),
+    Case("softmax", (4096, 131072), dtype="bfloat16", source="a long vocabulary"),
+    Case("softmax", (16, 32, 1024, 1024), dtype="bfloat16", source="eager attention of a large model"),
+    Case("softmax", (64, 1024, 512), 1, source="a dimension that is not the last"),
+    Case("softmax", (128, 50257), dtype="bfloat16", source="GPT-2's vocabulary: rows at odd addresses"),
+    Case("layer_norm", (8192, 4096), dtype="bfloat16", source="a transformer's hidden states"),
+    Case("layer_norm", (8192, 4096), source="a transformer's hidden states"),
+    Case("layer_norm", (65536, 768), dtype="bfloat16", source="BERT's hidden states"),
+    Case("layer_norm", (4096, 16384), dtype="bfloat16", source="wide hidden states"),
+    Case("layer_norm", (65536, 128), source="short rows"),
+    Case("layer_norm", (32, 4096), dtype="bfloat16", source="decoding: launch bound"),
+)
+
 SETS: dict[str, tuple[Case, ...]] = {
     "published": PUBLISHED,
     "minilm": MINILM,
     "cpu_table": CPU_TABLE,
     "ragged": RAGGED,
+    "headline": HEADLINE,
+    "gpu_table": GPU_TABLE,
 }

@@ -88,7 +88,7 @@ def published_part(budget_minutes: float, quick: bool, measured: Sequence[Row]) 
     with api.record() as recording:
         for key in keys:
             BoundCall(key)()
-    _warm(recording.workload(), budget_minutes)
+    _warm(recording.workload(), 2 * budget_minutes)
 
     _step(6, "time them: as a user meets them, without the output pool, and with resident pages on both sides")
     done = {row.case for row in measured}
