@@ -22,7 +22,7 @@ PYTEST := $(BIN)/python -m pytest
 PYTHON_SOURCES := torch_autokern benchmarks tests setup.py
 CPP_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
 
-.PHONY: help setup demo test lint test-fast test-long bench format clean
+.PHONY: help setup demo test lint test-fast test-long judge-the-judge bench format clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -37,7 +37,7 @@ $(STAMPS)/torch:
 	touch $@
 
 $(STAMPS)/install: $(STAMPS)/torch pyproject.toml setup.py
-	$(PIP) install --quiet --no-build-isolation -e '.[dev]'
+	$(PIP) install --quiet --no-build-isolation -e '.[dev,cuda]'
 	touch $@
 
 # The install has built the extension against the torch in .venv; a later change in csrc/ builds only what it touches.
@@ -69,6 +69,9 @@ test-fast: $(STAMPS)/package ## the fast tier of tests alone
 
 test-long: $(STAMPS)/demo ## the rest of the tests
 	$(PYTEST) -m "long and not cuda"
+
+judge-the-judge: $(STAMPS)/package ## both corpora through the judge: caught and falsely refused, by reason
+	$(BIN)/python -m tests.judge.judge_the_judge
 
 bench: $(STAMPS)/demo ## measurements, written as JSON to benchmarks/results/
 	mkdir -p benchmarks/results

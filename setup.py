@@ -47,6 +47,7 @@ def extension() -> dict[str, Any]:
     # The C++ standard is the one that this torch's BuildExtension adds.
     flags = [
         "-O2",
+        "-fno-plt",
         "-g0",
         "-fopenmp",
         "-fvisibility=hidden",

@@ -37,7 +37,7 @@ def test_missing_weights_are_one_line_that_names_the_install_command(monkeypatch
 def test_a_child_with_resident_pages_measures_the_same_key() -> None:
     key = Case("softmax", (4, 8)).key()
     (row,) = resident.measure_in_child([key], 0.05)
-    assert (row.case, row.pages, row.served) == ("softmax (4, 8)", "resident", "no_record")
+    assert (row.case, row.pages, row.served) == ("softmax (4, 8)", "resident", "unwatched")
     assert row.error == row.stock_error < 1e-6
 
 
