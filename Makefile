@@ -37,7 +37,7 @@ $(STAMPS)/torch:
 	touch $@
 
 $(STAMPS)/install: $(STAMPS)/torch pyproject.toml setup.py
-	$(PIP) install --quiet --no-build-isolation -e '.[dev,cuda]'
+	$(PIP) install --quiet --no-build-isolation -e '.[dev,cuda,sign,ray]'
 	touch $@
 
 # The install has built the extension against the torch in .venv; a later change in csrc/ builds only what it touches.
