@@ -121,13 +121,16 @@ class RunnerProcess:
         """
         self.phase = "loading"
         self.go_on = True
+        allowed = _SILENCE_LIMIT_S
         try:
-            protocol.send(self._jobs, job)
-            protocol.write_frame(self._jobs, binary)
+            protocol.send(self._jobs, job, time.monotonic() + allowed)
+            protocol.write_frame(self._jobs, binary, time.monotonic() + allowed)
         except BrokenPipeError:
             yield self._ended()
             return
-        allowed = _SILENCE_LIMIT_S
+        except TimeoutError:
+            yield self._hung(allowed)
+            return
         while True:
             try:
                 message = protocol.receive(self._messages, time.monotonic() + allowed)

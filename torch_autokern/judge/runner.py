@@ -24,6 +24,7 @@ from torch_autokern.judge.memory import Placement
 from torch_autokern.judge.outcome import Reason, Refusal, RefusedError
 from torch_autokern.judge.properties import PropertyChecks
 from torch_autokern.judge.state import StateChecks
+from torch_autokern.judge.stock_code import StockCode
 from torch_autokern.judge.verify import CandidateCode, FamilyReport, check_family
 from torch_autokern.judge.workspaces import load_candidate
 from torch_autokern.ops import SPECS
@@ -85,7 +86,7 @@ def serve(job: protocol.Job, binary: bytes, jobs: int, answers: int, cache_size:
         protocol.send(answers, protocol.Entering(phase, allowed_s))
 
     notify("loading", 30.0)
-    code = _load(job, binary)
+    code = _load(job, binary, task)
     deterministic = True
     for trial in job.trials:
         place = _placement(trial.number, task)
@@ -108,7 +109,9 @@ def serve(job: protocol.Job, binary: bytes, jobs: int, answers: int, cache_size:
             return
 
 
-def _load(job: protocol.Job, binary: bytes) -> CandidateCode:
+def _load(job: protocol.Job, binary: bytes, task: Task) -> CandidateCode:
+    if job.plan is None:
+        return StockCode(task)
     try:
         return load_candidate(binary, job.identity, job.plan, job.key)
     except PlanError as error:
