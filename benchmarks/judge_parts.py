@@ -25,6 +25,7 @@ from torch_autokern.search.templates import propose
 from torch_autokern.store.key import KernelKey, Target
 
 TRIALS = 3  # of every family: what one verdict pools
+SANITIZED_EVERY = 20
 MAX_EXAMPLES = 5
 # A small key whose verdict is short; one thread, so that a busy core is one reason less for no verdict.
 OVERLAP_KEY = (32, 12, 38, 38)
@@ -125,11 +126,11 @@ def repeat_honest(state: dict[str, Repeats], runs: int) -> Iterator[None]:
 
     def run(name: str, judged: Callable[[Artifact | None, KernelKey, Target], Refusal | None]) -> Refusal | None:
         sample: Sample = corpus[name]
-        target = local_target("cpu", 2)
+        target = _target(state[name].runs)
         if name not in built:
             built[name] = sample.build()
         refusal = judged(built[name], sample.key, target)
-        if refusal is None and state[name].sanitized < 1 + state[name].runs // 25:
+        if refusal is None and state[name].sanitized < (1 + state[name].runs) // SANITIZED_EVERY:
             state[name].sanitized += 1
             clean = sanitized(sample.candidate, Task(SPECS[sample.key.op], sample.key, Accuracy()), target, new_seed())
             refusal = clean if isinstance(clean, Refusal) else None
@@ -143,7 +144,7 @@ def repeat_stock(state: dict[str, Repeats], runs: int) -> Iterator[None]:
     keys = stock_keys()
 
     def run(name: str, judged: Callable[[Artifact | None, KernelKey, Target], Refusal | None]) -> Refusal | None:
-        return judged(None, keys[name], local_target("cpu", 2))
+        return judged(None, keys[name], _target(state[name].runs))
 
     yield from _repeat(state, list(keys), runs, run)
 
@@ -173,6 +174,12 @@ def _repeat(
     finally:
         for runner in held:
             runner.close()
+
+
+def _target(run: int) -> Target:
+    """Two threads in every fifth run, else one; the checks of state try one more in each. Beside other work a parallel loop
+    waits 10 ms for its second thread, and thousands of loops make a judgement."""
+    return local_target("cpu", 2 if run % 5 == 0 else 1)
 
 
 def _started() -> RunnerProcess:
