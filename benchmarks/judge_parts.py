@@ -22,7 +22,7 @@ from torch_autokern.judge.verdict import close_screen, judge, judge_times, open_
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.target import local_target
 from torch_autokern.search.templates import propose
-from torch_autokern.store.key import KernelKey, Target
+from torch_autokern.store.key import KernelKey, Scalar, Target
 
 TRIALS = 3  # of every family: what one verdict pools
 SANITIZED_EVERY = 20
@@ -103,7 +103,9 @@ def stock_keys() -> dict[str, KernelKey]:
     }  # fmt: skip
     for op in ("_softmax_backward_data", "_log_softmax_backward_data"):
         x = torch.randn(16, 300).softmax(1)
-        found[op.strip("_")] = SPECS[op].key([x, x], {"dim": 1, "input_dtype": "float32"})
+        found[op.strip("_").removesuffix("_data").replace("_backward", " backward")] = SPECS[op].key(
+            [x, x], {"dim": 1, "input_dtype": "float32"}
+        )
     for dtype in (torch.float32, brain, half):
         name = str(dtype).removeprefix("torch.")
         left, right, row = torch.ones(48, 200, dtype=dtype), torch.ones(200, 40, dtype=dtype), torch.ones(40, dtype=dtype)
@@ -112,6 +114,12 @@ def stock_keys() -> dict[str, KernelKey]:
         found[f"addmm, {name}"] = SPECS["addmm"].key([row, left, right], {"beta": 1.0, "alpha": 1.0})
         batch = [torch.ones(6, 24, 64, dtype=dtype), torch.ones(6, 64, 24, dtype=dtype)]
         found[f"bmm, {name}"] = SPECS["bmm"].key(batch, {})
+    addend = [torch.ones(6, 24, 24), torch.ones(6, 24, 64), torch.ones(6, 64, 24)]
+    found["baddbmm"] = SPECS["baddbmm"].key(addend, {"beta": 1.0, "alpha": 1.0})
+    x, row = torch.ones(32, 96), torch.ones(96)
+    saved = [x, x, torch.ones(32, 1), torch.ones(32, 1), row, row]
+    shape: dict[str, Scalar] = {"normalized_shape": (96,), "output_mask": (True, True, True)}
+    found["layer_norm backward"] = SPECS["native_layer_norm_backward"].key(saved, shape)
     found["addmm, scaled"] = SPECS["addmm"].key(
         [torch.ones(48, 40), torch.ones(48, 200), torch.ones(200, 40)], {"beta": 0.5, "alpha": -2.0}
     )

@@ -169,7 +169,7 @@ _ADVICE = {
 _OFFSET_ADVICE = {
     "native_layer_norm": "Subtract the mean (or another member of the row) before squaring: E[x^2] - mean^2 cancels here.",
     "_softmax": "Rows have a large mean here: subtract the row's maximum before the exponential, in float32 or wider.",
-    "_log_softmax": "Rows have a large mean here: subtract the row's maximum before the exponential, and the logarithm of the sum "
+    "_log_softmax": "Rows have a large mean here: subtract the row's maximum before the exponential, and the sum's logarithm "
     "from that difference, not from the input.",
 }
 
