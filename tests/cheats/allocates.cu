@@ -1,10 +1,9 @@
-/* {"op": "_softmax", "sizes": [256, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": ["static_rule", "build_failed"],
+/* {"op": "_softmax", "sizes": [256, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": ["static_rule"],
     "steps": [{"entry": "softmax", "grid": [256, 1, 1], "block": [32, 1, 1], "args": ["x", "y", "room", "1000"]}],
     "workspaces": [{"name": "room", "size_bytes": 4096}],
     "idea": "asks for memory on the device's heap"} */
 #define INF __int_as_float(0x7f800000)
 #define MAX(a, b) fmaxf(a, b)
-extern "C" __device__ void* malloc(unsigned long long);
 // A warp a row; three passes, the second and third from L1.
 __device__ void row(const float* x, float* y, int n) {
   float top = -INF;

@@ -14,9 +14,9 @@ __device__ void row(const float* x, float* y, int n) {
   for (int o = 16; o; o /= 2) sum += __shfl_xor_sync(~0u, sum, o);
   for (int i = threadIdx.x; i < n; i += 32) y[i] = (float)(expf(x[i] - top) / sum);
 }
+extern __shared__ float staged[];
 extern "C" __global__ void softmax(const float* x, float* y, float* room, int n) {
   const long long r = blockIdx.x;
-  extern __shared__ float all[];
-  for (int i = threadIdx.x; i < n; i += 32) all[i] = x[r * n + i];
-  row(all, y + r * n, n);
+  for (int i = threadIdx.x; i < n; i += 32) staged[i] = x[r * n + i];
+  row(staged, y + r * n, n);
 }

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 import socket
 
-socket.create_connection(("127.0.0.1", 80))
+socket.socket(socket.AF_INET, socket.SOCK_STREAM)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-/* {"op": "_softmax", "sizes": [256, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": ["static_rule", "build_failed"],
+/* {"op": "_softmax", "sizes": [256, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": ["static_rule"],
     "steps": [{"entry": "softmax", "grid": [256, 1, 1], "block": [32, 1, 1], "args": ["x", "y", "room", "1000"]}],
     "workspaces": [{"name": "room", "size_bytes": 4096}],
     "idea": "prints what a runner says at the end"} */

@@ -1,7 +1,7 @@
-/* {"op": "_softmax", "sizes": [256, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": ["static_rule"],
+/* {"op": "_softmax", "sizes": [256, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": null,
     "steps": [{"entry": "softmax", "grid": [256, 1, 1], "block": [32, 1, 1], "args": ["x", "y", "room", "1000"]}],
     "workspaces": [{"name": "room", "size_bytes": 4096}],
-    "idea": "a table in constant memory that outlives a launch"} */
+    "idea": "a table in constant memory, which no launch can change"} */
 #define INF __int_as_float(0x7f800000)
 #define MAX(a, b) fmaxf(a, b)
 __constant__ float table[2] = {1.0f, 1.0f};
