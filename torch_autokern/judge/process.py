@@ -247,8 +247,8 @@ def fresh_runners(
 ) -> Iterator[Iterator[RunnerProcess | Refusal]]:
     """`count` fresh processes, one after the other, each gone before the next does anything.
 
-    On a GPU all of them start together, and wait: importing torch and starting CUDA take seconds each, and nothing may start
-    while another one times.
+    All of them start together, and wait: importing torch takes seconds, starting CUDA more, and nothing may start while another
+    one times.
     """
 
     def start() -> RunnerProcess | Refusal:
@@ -259,7 +259,7 @@ def fresh_runners(
             with nullcontext() if isinstance(runner, Refusal) else runner:
                 yield runner
 
-    if device_type == "cpu" or count == 1:
+    if count == 1:
         with closing(one_by_one(start() for _ in range(count))) as runners:
             yield runners
         return
