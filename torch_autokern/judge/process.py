@@ -243,12 +243,17 @@ def start_runner(
 
 @contextmanager
 def fresh_runners(
-    device_type: DeviceType = "cpu", count: int = 1, *, resident: bool = True, allow_weak_box: bool = False
+    device_type: DeviceType = "cpu",
+    count: int = 1,
+    *,
+    resident: bool = True,
+    allow_weak_box: bool = False,
+    together: bool = True,
 ) -> Iterator[Iterator[RunnerProcess | Refusal]]:
     """`count` fresh processes, one after the other, each gone before the next does anything.
 
-    All of them start together, and wait: importing torch takes seconds, starting CUDA more, and nothing may start while another
-    one times.
+    All of them start `together`, and wait: importing torch takes seconds, starting CUDA more, and nothing may start while
+    another one times. Otherwise each starts when the one before is gone, for what the first one nearly always decides.
     """
 
     def start() -> RunnerProcess | Refusal:
@@ -259,7 +264,7 @@ def fresh_runners(
             with nullcontext() if isinstance(runner, Refusal) else runner:
                 yield runner
 
-    if count == 1:
+    if count == 1 or not together:
         with closing(one_by_one(start() for _ in range(count))) as runners:
             yield runners
         return

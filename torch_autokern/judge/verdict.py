@@ -250,7 +250,8 @@ def judge_times(
     if unsupported is not None:
         return Refusal(Reason.UNSUPPORTED_KEY, unsupported)
     speeds: dict[Figure, list[Speed]] = {figure: [] for figure in _FIGURES[key.device_type]}
-    with fresh_runners(key.device_type, PROCESSES, allow_weak_box=allow_weak_box) as runners:
+    together = artifact is not None
+    with fresh_runners(key.device_type, PROCESSES, allow_weak_box=allow_weak_box, together=together) as runners:
         for runner in runners:
             requests = _requests(key)
             job = make_job(artifact, task, target, (), requests[:1] if only_deciding else requests)
