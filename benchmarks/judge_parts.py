@@ -118,7 +118,7 @@ def stock_keys() -> dict[str, KernelKey]:
     found["baddbmm"] = SPECS["baddbmm"].key(addend, {"beta": 1.0, "alpha": 1.0})
     x, row = torch.ones(32, 96), torch.ones(96)
     saved = [x, x, torch.ones(32, 1), torch.ones(32, 1), row, row]
-    shape: dict[str, Scalar] = {"normalized_shape": (96,), "output_mask": (True, True, True)}
+    shape: dict[str, Scalar] = {"normalized_shape": (96,), "output_mask": (1, 1, 1)}
     found["layer_norm backward"] = SPECS["native_layer_norm_backward"].key(saved, shape)
     found["addmm, scaled"] = SPECS["addmm"].key(
         [torch.ones(48, 40), torch.ones(48, 200), torch.ones(200, 40)], {"beta": 0.5, "alpha": -2.0}
