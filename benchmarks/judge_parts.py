@@ -26,6 +26,7 @@ from torch_autokern.store.key import KernelKey, Scalar, Target
 
 TRIALS = 3  # of every family: what one verdict pools
 SANITIZED_EVERY = 20
+_BURST = 5  # runs in a row: a kernel is built once a slice
 MAX_EXAMPLES = 5
 # A small key whose verdict is short; one thread, so that a busy core is one reason less for no verdict.
 OVERLAP_KEY = (4, 12, 38, 38)
@@ -161,7 +162,8 @@ def _repeat(
     state: dict[str, Repeats], names: Sequence[str], runs: int,
     run: Callable[[str, Callable[[Artifact | None, KernelKey, Target], Refusal | None]], Refusal | None],
 ) -> Iterator[None]:  # fmt: skip
-    """Rounds over all names, those with the fewest runs first, in one runner; another one where a candidate ended it."""
+    """Rounds over all names, a few runs each and those with the fewest runs first, in one runner; another one where a candidate
+    ended it."""
     for name in names:
         state.setdefault(name, Repeats())
     held: list[RunnerProcess] = []
@@ -176,9 +178,10 @@ def _repeat(
         return found if isinstance(found, Refusal) else found.evidence.check()
 
     try:
-        while (name := min(names, key=lambda one: state[one].runs)) and state[name].runs < runs:
-            state[name].add(run(name, judged))
-            yield
+        while state[name := min(names, key=lambda one: state[one].runs)].runs < runs:
+            for _ in range(min(_BURST, runs - state[name].runs)):
+                state[name].add(run(name, judged))
+                yield
     finally:
         for runner in held:
             runner.close()
