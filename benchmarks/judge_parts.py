@@ -18,6 +18,7 @@ from torch_autokern.judge.inputs import families_for
 from torch_autokern.judge.outcome import Accuracy, Refusal
 from torch_autokern.judge.process import RunnerProcess, start_runner
 from torch_autokern.judge.sanitizers import sanitized
+from torch_autokern.judge.stored import time_against_stock
 from torch_autokern.judge.verdict import close_screen, judge, judge_times, open_screen, screen
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.target import local_target
@@ -52,7 +53,7 @@ class Repeats(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Judged(msgspec.Struct, forbid_unknown_fields=True):
-    """One judgement of times: "accepted" or the reason; the interval where there is one."""
+    """One judgement of times: "accepted", "timed" or the reason for neither; the interval where there is one."""
 
     key: str
     outcome: str
@@ -212,7 +213,7 @@ def stock_against_stock(state: list[Judged], runs: int) -> Iterator[None]:
     while len(state) < runs:
         name = names[len(state) % len(names)]
         key, threads = keys[name]
-        state.append(_timed(name, None, key, local_target("cpu", threads)))
+        state.append(_accepted(name, key, local_target("cpu", threads)))
         yield
 
 
@@ -222,7 +223,7 @@ def pairs_of_judgements(state: list[Pair], runs: int) -> Iterator[None]:
     key = softmax_key(*OVERLAP_KEY)
     artifact = _template(key, target)
     while len(state) < runs or state[-1].second is None:
-        judged = _timed("softmax (4, 12, 38, 38), 1 thread", artifact, key, target)
+        judged = _interval("softmax (4, 12, 38, 38), 1 thread", artifact, key, target)
         if state and state[-1].second is None:
             state[-1].second = judged
         else:
@@ -257,12 +258,23 @@ def latencies(state: list[Latency], runs: int) -> Iterator[None]:
     close_screen()
 
 
-def _timed(name: str, artifact: Artifact | None, key: KernelKey, target: Target) -> Judged:
-    found = judge_times(artifact, key, target, only_deciding=artifact is not None)
+def _accepted(name: str, key: KernelKey, target: Target) -> Judged:
+    found = judge_times(None, key, target)
     if isinstance(found, Refusal):
         return Judged(name, found.reason.value, found.best_ratio)
     eager = found[0]
     return Judged(name, "accepted", eager.ratio, eager.ratio_low, eager.ratio_high)
+
+
+def _interval(name: str, artifact: Artifact, key: KernelKey, target: Target) -> Judged:
+    """The union of three processes, whether it would be accepted or not."""
+    found = time_against_stock(Task(SPECS[key.op], key, Accuracy()), artifact, target, 3)
+    if isinstance(found, Refusal):
+        return Judged(name, found.reason.value, found.best_ratio)
+    times = found.timing
+    if times is None:
+        return Judged(name, "timing_unstable")
+    return Judged(name, "timed", times.ratio, times.ratio_low, times.ratio_high)
 
 
 def _template(key: KernelKey, target: Target) -> Artifact:

@@ -237,10 +237,9 @@ def judge(
 
 
 def judge_times(
-    artifact: Artifact | None, key: KernelKey, target: Target, *, only_deciding: bool = False, allow_weak_box: bool = False
+    artifact: Artifact | None, key: KernelKey, target: Target, *, allow_weak_box: bool = False
 ) -> tuple[Timing, ...] | Refusal:
     """The timing part of `judge` alone, by its rules and in as many processes; stock against itself where there is no artifact.
-    `only_deciding`: without the figures beside the first one, which decides.
 
     Raises:
         JudgeError: the judge itself failed (not the candidate's fault).
@@ -253,8 +252,7 @@ def judge_times(
     together = artifact is not None
     with fresh_runners(key.device_type, PROCESSES, allow_weak_box=allow_weak_box, together=together) as runners:
         for runner in runners:
-            requests = _requests(key)
-            job = make_job(artifact, task, target, (), requests[:1] if only_deciding else requests)
+            job = make_job(artifact, task, target, (), _requests(key))
             found = collect(runner, job, binary_of(artifact), Evidence(task))
             if isinstance(found, Refusal):
                 return found
