@@ -86,7 +86,7 @@ def serve(job: protocol.Job, binary: bytes, jobs: int, answers: int, cache_size:
         protocol.send(answers, protocol.Entering(phase, allowed_s))
 
     notify("loading", 30.0)
-    code = _load(job, binary, task)
+    code = _load(job, binary)
     deterministic = True
     for trial in job.trials:
         place = _placement(trial.number, task)
@@ -109,9 +109,9 @@ def serve(job: protocol.Job, binary: bytes, jobs: int, answers: int, cache_size:
             return
 
 
-def _load(job: protocol.Job, binary: bytes, task: Task) -> CandidateCode:
+def _load(job: protocol.Job, binary: bytes) -> CandidateCode:
     if job.plan is None:
-        return StockCode(task)
+        return StockCode(Task(SPECS[job.key.op], job.key, job.accuracy))
     try:
         return load_candidate(binary, job.identity, job.plan, job.key)
     except PlanError as error:
