@@ -75,14 +75,14 @@ def collect(runner: RunnerProcess | Refusal, job: Job, binary: bytes, evidence: 
     broken: Refusal | None = None
     for trial in job.trials:
         evidence.cases.setdefault(Family(trial.family), {})[trial.seed] = case_of(trial)
-    asked = _Asked(job)
+    asked, go_on = _Asked(job), True
     for message in runner.run(job, binary):
-        asked.take(message, runner.go_on)
+        asked.take(message, go_on)
         if isinstance(message, Refused):
             return broken or _with_case(message.refusal, job)
         if isinstance(message, FamilyReport):
             broken = broken or evidence.add(message) or evidence.check(_HOPELESS)
-            runner.go_on = broken is None
+            runner.go_on = go_on = broken is None
         elif isinstance(message, StateReport):
             found.checks = message.checks
             evidence.deterministic = evidence.deterministic and message.deterministic
