@@ -55,6 +55,7 @@ def _layer_norm(path: Path) -> Path:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)  # a gigabyte a tensor, on a machine that may be busy
 @pytest.mark.parametrize("accuracy", CLASSES)
 @pytest.mark.parametrize("make", [_softmax, _layer_norm], ids=["all zeros", "copies its input"])
 def test_what_published_harnesses_accepted_is_refused_at_its_full_size(make: object, accuracy: str, tmp_path: Path) -> None:
