@@ -75,8 +75,8 @@ def call_limit_s(task: Task) -> float:
 
 
 def own_work_s(task: Task) -> float:
-    """How long the judge's own work between two calls may take: 120 s, and 4 MB/s. Gigabytes are compared with a truth in float64
-    then; a limit that does not grow with them calls an honest kernel hung on a busy machine."""
+    """How long the judge's own work between two calls may take: 120 s, and 4 MB/s. Gigabytes are compared with a truth in
+    float64 then; a limit that does not grow with them calls an honest kernel hung on a busy machine."""
     seconds, bytes_a_second = _OWN_WORK
     return seconds + task.spec.bytes_moved(task.key) / bytes_a_second
 
