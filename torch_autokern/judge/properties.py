@@ -19,7 +19,7 @@ from torch_autokern.judge.memory import POISONS
 from torch_autokern.judge.outcome import Reason
 from torch_autokern.judge.remembered import Results
 from torch_autokern.judge.rows import RowAxis, row_axis
-from torch_autokern.judge.verify import OUR_OWN_WORK_S, CandidateCode, Notify, PoisonedRuns
+from torch_autokern.judge.verify import CandidateCode, Notify, PoisonedRuns, own_work_s
 
 # Every property is a sum or difference of a few elements, each good to the limit of a single one.
 _FACTOR = 8.0
@@ -148,7 +148,7 @@ class PropertyChecks:
 
     def _first(self, inputs: InputSet) -> torch.Tensor:
         results: Results = self._runner.once(inputs, "heap", POISONS[1])
-        self._notify("reference", OUR_OWN_WORK_S)
+        self._notify("reference", own_work_s(self._task))
         assert results[0] is not None
         return results[0]
 
