@@ -5,8 +5,9 @@ registers, not copied ahead; columns that no vector divides are computed by vect
 registers where the CPU has no bfloat16 products of its own. The loops follow Goto and van de Geijn, "Anatomy of
 High-Performance Matrix Multiplication" (2008): a panel of B stays in L1, a block of A in L2.
 
-Forms: `rows` cuts the range into tiles of rows; B is read as it is, packed on the stack, or packed by a step of its own into a
-workspace. `panels` cuts it into panels of columns, for few rows. `dot` runs along K, for few rows and operands contiguous there.
+Forms: `rows` cuts the range into tiles of rows; B is read as it is, packed on the stack, or packed by a step of its own into
+a workspace. `panels` cuts it into panels of columns, all rows of each. `dot` runs along K, for few rows and operands that are
+contiguous there.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ Packing = Literal["none", "stack", "workspace"]
 _PIECE = 1 << 17  # multiply-adds that a thread should get at least: about 3 us, what waking it costs
 _DOT_ROWS = 12  # above that, packing B is repaid
 _IDEAS = {
-    "matmul_rows": "Register tiles of {rows} rows by {vectors} vectors over row tiles; B packed: {packing}; K in blocks of {kc}.",
+    "matmul_rows": "Tiles of {rows} rows by {vectors} vectors, cut by rows; B packed: {packing}; K in blocks of {kc}.",
     "matmul_panels": "Column panels of {vectors} vectors, all rows of each, {rows} at a time; B packed: {packing}.",
     "matmul_dot": "Vectors along K: {rows} rows by {vectors} columns of sums, for few rows.",
 }
@@ -191,8 +192,8 @@ def _cost(product: Product, tile: Tile) -> float:
 
 
 def tiles(product: Product, target: Target, width: int) -> list[Tile]:
-    """Register tiles of a vector width, one for each number of vectors, best guess first. What is not a sum holds the vectors of
-    B and one element of A."""
+    """Register tiles of a vector width, one for each number of vectors, best guess first. Registers that hold no sum hold the
+    vectors of B and one element of A."""
     spare = registers(target) - 1
     best: dict[int, Tile] = {}
     most = -(-product.n * 4 // width)

@@ -1,9 +1,9 @@
 """The C++ text of the CPU products: loads of float32 and bfloat16, packing, the register tile, and the loops around it.
 
 A register tile is MR rows by V vectors of the output. Every element is one chain of fused multiply-adds over K in order (in
-blocks of KC, whose sums are added up), whatever the cut of the range: the same bits on any number of threads. The last vector of
-a row and the last rows are not padded: the vector is moved back so that it ends at the last column, and computes a few columns
-twice; fewer rows are a tile of their own.
+blocks of KC, whose sums are added up), whatever the cut of the range: the same bits on any number of threads. The last vector
+of a row and the last rows are not padded: the vector is moved back so that it ends at the last column, and computes a few
+columns twice; fewer rows are a tile of their own.
 
 bfloat16 is widened to float32 (exact), summed up in float32 and rounded once, to nearest even; NaN becomes the quiet NaN.
 """
@@ -123,8 +123,10 @@ AK_INLINE void panel(const TA* a, const TB* b, int64_t first, int64_t last, T* o
       const int64_t row = (t - first) * MR;
       float* p = part + (KC < K ? row * V * L : 0);
       const TA* ak = a + row * A_ROW + k * A_STEP;
-      if (LAST_ROWS != MR && t == TILES - 1) tile<LAST_ROWS, V, W>(ak, bk, k, count, p, out + row * OR, self + row * SR, column);
-      else tile<MR, V, W>(ak, bk, k, count, p, out + row * OR, self + row * SR, column);
+      T* to = out + row * OR;
+      const T* add = self + row * SR;
+      if (LAST_ROWS != MR && t == TILES - 1) tile<LAST_ROWS, V, W>(ak, bk, k, count, p, to, add, column);
+      else tile<MR, V, W>(ak, bk, k, count, p, to, add, column);
     }
   }
 }
@@ -148,7 +150,7 @@ AK_INLINE void widen_rows(const T* a, float* to, int64_t rows) {
 
 
 def transpose(lanes: int) -> str:
-    """`transpose_square`: L vectors of L lanes, rows to columns, in log2(L) rounds that exchange blocks of 1, 2, 4, ... lanes."""
+    """`transpose_square`: L vectors of L lanes, rows to columns, in log2(L) rounds that exchange 1, 2, 4, ... lanes."""
     rounds = ""
     step = 1
     while step < lanes:
