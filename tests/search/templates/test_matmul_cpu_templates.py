@@ -188,6 +188,16 @@ def test_tiles_leave_registers_for_the_operands(arch: str) -> None:
                 assert count * vectors + vectors + 1 <= spare
 
 
+@pytest.mark.parametrize("n", range(1, 70, 3))
+def test_no_column_belongs_to_two_pieces_of_the_range(n: int) -> None:
+    # Vectors that overlap write equal values twice: fine in one thread, a race between two.
+    for candidate in matmul_cpu.propose(key_of(Call("columns", 40, 16, n, b="transposed")), local_target()):
+        if candidate.template == "matmul_panels":
+            lanes = int(candidate.parameters["width"]) // 4
+            rest = n % (int(candidate.parameters["vectors"]) * lanes)
+            assert rest == 0 or rest >= lanes or n < lanes
+
+
 def test_what_is_no_product_of_these_gets_no_candidate() -> None:
     zeros = torch.zeros
     folded = torch.zeros(8).as_strided((4, 4), (1, 1))

@@ -225,7 +225,9 @@ def _propose_tile(product: Product, tile: Tile, target: Target) -> list[Candidat
     kc = _k_block(product, tile)
     by_panels: list[Candidate] = []
     few_rows = not widen or 4 * product.m * product.k <= SCRATCH_BYTES
-    if few_rows and product.batches * _panels(product, tile) >= 2 * target.threads:
+    # A last panel of less than a vector would overlap with the panel before, which may be another thread's.
+    own_columns = not 0 < product.n % (tile.vectors * tile.lanes) < tile.lanes <= product.n
+    if few_rows and own_columns and product.batches * _panels(product, tile) >= 2 * target.threads:
         if plain and not widen:
             by_panels.append(panels(product, tile, "none", kc))
         elif panel_bytes <= SCRATCH_BYTES:
@@ -243,7 +245,10 @@ def _propose_tile(product: Product, tile: Tile, target: Target) -> list[Candidat
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
     """Candidates for a product, best guess first; [] for another op, and where the layout is not one of `product_of`'s."""
     product = product_of(key)
-    if product is None or 4 * product.k * registers(target) > 4 * SCRATCH_BYTES:
+    if product is None:
+        return []
+    # One row tile of widened rows must fit the stack.
+    if product.dtype != "float32" and product.k * registers(target) > SCRATCH_BYTES:
         return []
     found: list[Candidate] = []
     widths = vector_widths(target)
