@@ -255,8 +255,9 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     if product.a.column == 1 and product.b.row == 1 and product.m <= _DOT_ROWS and product.k >= 2 * widths[0] // 4:
         count = min(product.m, 3)
         found.append(dot(product, Tile(count, 8 if count == 1 else 4, widths[0])))
-    for tile in tiles(product, target, widths[0])[:3]:
-        found += _propose_tile(product, tile, target)[: 3 if len(found) < 3 else 2]
+    # Where few vectors make a row, how they are divided matters, and the model is least sure.
+    for tile in tiles(product, target, widths[0])[: 3 if product.n <= 64 else 2]:
+        found += _propose_tile(product, tile, target)[:2]
     if len(widths) > 1:
         found += _propose_tile(product, tiles(product, target, widths[1])[0], target)[:1]
     return found[:8]
