@@ -35,7 +35,7 @@ KEYS = {
     "layer norm": norm_key(torch.zeros(5, 384)),
     "long layer norm": norm_key(torch.zeros(4, 64, 64, 64), 3),
     "product": SPECS["mm"].key([torch.zeros(40, 50), torch.zeros(50, 60)], {}),
-    "linear": SPECS["addmm"].key([torch.zeros(384), torch.zeros(99, 384), torch.zeros(384, 384).t()], {"beta": 1, "alpha": 1}),
+    "linear": SPECS["addmm"].key([torch.zeros(384), torch.zeros(999, 384), torch.zeros(384, 384).t()], {"beta": 1, "alpha": 1}),
     "batches of products": SPECS["bmm"].key([torch.zeros(9, 38, 32), torch.zeros(9, 32, 38)], {}),
     "one row": SPECS["mm"].key([torch.zeros(1, 50), torch.zeros(60, 50).t()], {}),
     "one element": softmax_key(torch.zeros(1)),

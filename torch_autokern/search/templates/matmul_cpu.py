@@ -174,8 +174,8 @@ def dot(product: Product, tile: Tile) -> Candidate:
 
 def _tile_cost(rows: int, vectors: int, k: int) -> float:
     """Cycles of a register tile for one element of K on a core with two multiply-add and two load units and a latency of 4;
-    loading, finishing and storing it are spread over K. The margins were fitted to a Zen 3 core: loads reach 87 % of their rate,
-    eight sums in flight hide a latency of four only nearly, and the loop costs 0.4."""
+    loading, finishing and storing it are spread over K. The margins were fitted to a Zen 3 core: loads reach 87 % of their
+    rate, eight sums in flight hide a latency of four only nearly, and the loop costs 0.4."""
     return max(rows * vectors / 2, 0.575 * (rows + vectors) + 0.3, 4.8) + 0.4 + (10 + 2 * rows * vectors) / k
 
 
