@@ -21,6 +21,23 @@ CPU_TABLE = (
     Case("log_softmax", (4096, 1000), source="a classifier over ImageNet's 1,000 classes"),
 )
 
+# Products on a CPU: what MiniLM-L6 asks for on 32 sentences of 38 tokens, squares, few rows, and bfloat16.
+CPU_MATMUL = (
+    Case("bmm", (384, 38, 32, 38), source="MiniLM-L6 attention: scores"),
+    Case("bmm", (384, 38, 38, 32), source="MiniLM-L6 attention: values"),
+    Case("addmm", (1216, 384, 384), source="MiniLM-L6: projections of the attention"),
+    Case("addmm", (1216, 384, 1536), source="MiniLM-L6: into the feed-forward"),
+    Case("addmm", (1216, 1536, 384), source="MiniLM-L6: out of the feed-forward"),
+    *(Case("mm", (n, n, n), source="small squares") for n in (64, 128, 256, 512)),
+    Case("addmm", (1, 384, 1536), source="one token"),
+    Case("addmm", (8, 384, 1536), source="few tokens"),
+    Case("addmm", (38, 384, 384), source="one sentence"),
+    Case("mm", (1216, 384, 1), source="a score for each token"),
+    Case("mm", (128, 128, 128), dtype="bfloat16", source="bfloat16 on a CPU"),
+    Case("bmm", (384, 38, 32, 38), dtype="bfloat16", source="bfloat16 attention scores"),
+    Case("addmm", (1216, 384, 384), dtype="bfloat16", source="bfloat16 projections"),
+)
+
 # Row lengths around vector widths (16 float32 in 64 bytes), where tails are handled.
 RAGGED = tuple(
     Case(op, (257, length), source="row length around a multiple of the vector width")
@@ -51,6 +68,7 @@ SETS: dict[str, tuple[Case, ...]] = {
     "published": PUBLISHED,
     "minilm": MINILM,
     "cpu_table": CPU_TABLE,
+    "cpu_matmul": CPU_MATMUL,
     "ragged": RAGGED,
     "headline": HEADLINE,
     "gpu_table": GPU_TABLE,

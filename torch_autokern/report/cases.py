@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import torch
 
 from torch_autokern.store.key import DeviceType, KernelKey, Scalar, TensorKey
@@ -17,9 +18,10 @@ _ATEN = {"softmax": "_softmax", "log_softmax": "_log_softmax", "layer_norm": "na
 @dataclass(frozen=True)
 class Case:
     """One op on one dense shape. `dim` is the reduced dimension; for LayerNorm the first of the normalised ones, counted from
-    the end (-3: the last three). A product's sizes are (M, K, N). `source` says where the shape comes from."""
+    the end (-3: the last three). A product's sizes are (M, K, N), of "bmm" (B, M, K, N); "addmm" is nn.Linear's call: a bias of
+    N, and weights whose rows are B's columns. `source` says where the shape comes from."""
 
-    op: Literal["softmax", "log_softmax", "layer_norm", "mm"]
+    op: Literal["softmax", "log_softmax", "layer_norm", "mm", "bmm", "addmm"]
     sizes: tuple[int, ...]
     dim: int = -1
     dtype: str = "float32"
@@ -32,12 +34,17 @@ class Case:
             return _dense(dtype, sizes, device_type)
 
         mkldnn = torch._C._get_mkldnn_enabled()
-        if self.op == "mm":
-            m, k, n = self.sizes
-            return KernelKey("mm", device_type, (dense((m, k)), dense((k, n))), {}, (dense((m, n)),), mkldnn=mkldnn)
+        if self.op in ("mm", "bmm", "addmm"):
+            *front, m, k, n = self.sizes
+            left, right, result = (dense((*front, *sizes)) for sizes in ((m, k), (k, n), (m, n)))
+            if self.op != "addmm":
+                return KernelKey(self.op, device_type, (left, right), {}, (result,), mkldnn=mkldnn)
+            weight = msgspec.structs.replace(right, strides=(1, k))
+            scalars: dict[str, Scalar] = {"beta": 1.0, "alpha": 1.0}
+            return KernelKey("addmm", device_type, (dense((n,)), left, weight), scalars, (result,), mkldnn=mkldnn)
         x = dense(self.sizes)
         if self.op != "layer_norm":
-            scalars: dict[str, Scalar] = {"dim": self.dim % len(self.sizes), "half_to_float": False}
+            scalars = {"dim": self.dim % len(self.sizes), "half_to_float": False}
             return KernelKey(_ATEN[self.op], device_type, (x,), scalars, (x,), mkldnn=mkldnn)
         shape = self.sizes[self.dim :]
         parameter = dense(shape)

@@ -75,7 +75,8 @@ class Guarded:
     def __init__(self, layout: TensorKey, content: torch.Tensor | None) -> None:
         reach = 1 + sum((size - 1) * stride for size, stride in zip(layout.sizes, layout.strides, strict=True))
         self.fill = POISON if content is None else float("nan")
-        self.buffer = torch.full((reach + 2 * GUARD,), self.fill)
+        dtype = getattr(torch, layout.dtype)
+        self.buffer = torch.full((reach + 2 * GUARD,), self.fill, dtype=dtype)
         self.tensor = self.buffer.as_strided(layout.sizes, layout.strides, GUARD)
         if content is not None:
             self.tensor.copy_(content)
@@ -85,7 +86,7 @@ class Guarded:
         rest = self.buffer.clone()
         rest.as_strided(self.tensor.shape, self.tensor.stride(), GUARD).fill_(self.fill)
         expected = torch.full_like(rest, self.fill)
-        return torch.equal(rest.view(torch.int32), expected.view(torch.int32))
+        return same_bits([rest], [expected])
 
 
 def run(
@@ -112,17 +113,18 @@ def run(
             entry(begin, end, ctypes.cast(pointers, ctypes.c_void_p))
     for guarded, old in zip(inputs, before, strict=True):
         if guarded is not None and old is not None:
-            assert torch.equal(guarded.buffer.view(torch.int32), old.view(torch.int32)), "an input was written"
+            assert same_bits([guarded.buffer], [old]), "an input was written"
     for result in outputs:
         assert result.guards_intact(), "written outside an output"
-        assert not (result.tensor == POISON).any(), "not fully written"
+        poison = torch.tensor(POISON, dtype=result.tensor.dtype)
+        assert not (result.tensor == poison).any(), "not fully written"
     return [result.tensor for result in outputs]
 
 
 def same_bits(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
     """Bitwise equality, NaN payloads included."""
     return all(
-        torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+        torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
         for a, b in zip(left, right, strict=True)
     )
 
@@ -158,7 +160,7 @@ def wrong(key: KernelKey, tensors: Tensors, scalars: Scalars, results: Sequence[
     problems = []
     for place, (own, base, exact, scale) in enumerate(zip(results, stock, truth, scales, strict=True)):
         exact = exact.reshape(own.shape)
-        rounded = exact.float()
+        rounded = exact.to(own.dtype).float()
         agreed = (base.isnan() == rounded.isnan()) & (base.isinf() == rounded.isinf())
         if ((own.isnan() != base.isnan()) | (own.isinf() != base.isinf()))[agreed].any():
             problems.append(f"output {place}: other NaN or infinity than stock and float64")
@@ -169,7 +171,7 @@ def wrong(key: KernelKey, tensors: Tensors, scalars: Scalars, results: Sequence[
         if own_error.numel() == 0:
             continue
         # One unit in the last place of the result, and 4 units roundoff of the scale, are always allowed.
-        last_place = (exact.abs() * 2.0**-23 / unit.clamp_min(smallest))[finite]
+        last_place = (exact.abs() * torch.finfo(own.dtype).eps / unit.clamp_min(smallest))[finite]
         floor = max(4 * 2.0**-24, last_place.max().item())
         rms_floor = max(4 * 2.0**-24, last_place.square().mean().sqrt().item())
         if own_error.max() > max(2 * base_error.max().item(), floor):

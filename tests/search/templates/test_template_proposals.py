@@ -34,6 +34,10 @@ KEYS = {
     "log columns": softmax_key(torch.zeros(100, 64), 0, "_log_softmax"),
     "layer norm": norm_key(torch.zeros(5, 384)),
     "long layer norm": norm_key(torch.zeros(4, 64, 64, 64), 3),
+    "product": SPECS["mm"].key([torch.zeros(40, 50), torch.zeros(50, 60)], {}),
+    "linear": SPECS["addmm"].key([torch.zeros(384), torch.zeros(999, 384), torch.zeros(384, 384).t()], {"beta": 1, "alpha": 1}),
+    "batches of products": SPECS["bmm"].key([torch.zeros(9, 38, 32), torch.zeros(9, 32, 38)], {}),
+    "one row": SPECS["mm"].key([torch.zeros(1, 50), torch.zeros(60, 50).t()], {}),
     "one element": softmax_key(torch.zeros(1)),
     "no dimensions": softmax_key(torch.zeros(()), 0),
 }
@@ -59,19 +63,21 @@ def test_the_first_guess_fits_the_shape() -> None:
     assert first["columns"] == "softmax_columns"
     assert first["layer norm"] == "layer_norm_rows"
     assert first["long layer norm"] == "layer_norm_split"
+    assert first["linear"] == first["batches of products"] == "matmul_rows"
+    assert first["one row"] == "matmul_dot"
 
 
 @pytest.mark.parametrize(
     "key",
     [
         softmax_key(torch.zeros(4, 8, dtype=torch.float64)),
-        SPECS["mm"].key([torch.zeros(4, 4), torch.zeros(4, 4)], {}),
+        SPECS["mm"].key([torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.float64)], {}),
         softmax_key(torch.zeros(8, 64)[:, ::2].expand(8, 32), 1),  # stock's output is dense, the input has stride 2
         norm_key(torch.zeros(8, 64)[:, ::2]),
         norm_key(torch.zeros(4, 8, 16).transpose(1, 2), 2),
         norm_key(torch.zeros(4, 16), 1, torch.zeros(32)[::2]),
     ],
-    ids=["float64", "other op", "strided softmax", "strided norm", "transposed norm", "strided weight"],
+    ids=["float64", "float64 product", "strided softmax", "strided norm", "transposed norm", "strided weight"],
 )
 def test_what_a_template_cannot_serve_gets_no_candidate(key: KernelKey) -> None:
     assert propose(key, V4) == []
