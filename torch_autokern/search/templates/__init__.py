@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from torch_autokern.build.candidate import Candidate
 from torch_autokern.search.templates import (
+    layer_norm_backward,
     layer_norm_cuda,
     layer_norm_ring,
     layer_norm_rows,
     layer_norm_split,
     matmul_split,
+    softmax_backward,
     softmax_columns,
     softmax_columns_cuda,
     softmax_cuda,
@@ -28,6 +30,8 @@ _TEMPLATES = (
     softmax_split.propose,
     softmax_rows.propose,
     softmax_columns.propose,
+    layer_norm_backward.propose,
+    softmax_backward.propose,
     layer_norm_ring.propose,
     layer_norm_cuda.propose,
     softmax_ring.propose,

@@ -10,10 +10,12 @@ from torch_autokern.store.key import KernelKey, Target
 
 NAME = "layer_norm_rows"
 
-_ENTRY = """  const float *x = (const float*)pointers[0], *w = (const float*)pointers[1], *b = (const float*)pointers[2];
-  float *y = (float*)pointers[3], *mean = (float*)pointers[4], *rstd = (float*)pointers[5];
+_ENTRY = """  const elem* x = (const elem*)pointers[0];
+  const param *w = (const param*)pointers[1], *b = (const param*)pointers[2];
+  elem* y = (elem*)pointers[3];
+  stat *mean = (stat*)pointers[4], *rstd = (stat*)pointers[5];
   for (int64_t row = begin; row < end; row++) {
-    const float* px = x + x_offset(row);
+    const elem* px = x + x_offset(row);
     const statistics s = statistics_of(moments_of_long<D>(px));
     apply<D>(px, w, b, y + y_offset(row), s, x + x_offset(row + 1 < end ? row + 1 : row));
     mean[mean_offset(row)] = (float)s.mean;
@@ -28,7 +30,7 @@ def rows(layout: NormLayout, width: int, unroll: int, stream: bool, prefetch: bo
 
     `stream`: results bypass the cache. `prefetch`: fetch the next row while this one is written.
     """
-    source = prelude(width) + norm_code(layout, unroll, stream, prefetch) + END + entry("run", _ENTRY)
+    source = prelude(width, layout.dtypes) + norm_code(layout, unroll, stream, prefetch) + END + entry("run", _ENTRY)
     plan = LaunchPlan(PLAN_VERSION, (CpuStep("run", layout.rows, grain_of(layout.length), layout.args),))
     early = "; the next row is fetched early" if prefetch else ""
     idea = f"Passes over a cached row, {unroll} independent sums; {'streaming' if stream else 'plain'} stores{early}."
@@ -41,7 +43,7 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     layout = norm_layout(key)
     if layout is None:
         return []
-    big = 4 * layout.length * layout.rows > STREAM_BYTES
+    big = layout.dtype == "float32" and 4 * layout.length * layout.rows > STREAM_BYTES
     wide, narrow = vector_widths(target)[0], vector_widths(target)[-1]
     shapes = dict.fromkeys([(narrow, 8, False), (wide, 4, False), (wide, 8, True), (narrow, 8, True), (wide, 4, True)])
     if not big:
