@@ -133,23 +133,24 @@ def same_bits(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bo
     )
 
 
-def families(sizes: Sequence[int], seed: int) -> Iterator[tuple[str, torch.Tensor]]:
+def families(sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:
     """Inputs on which careless kernels fail, each with what it catches."""
     generator = torch.Generator().manual_seed(seed)
     normal = torch.randn(sizes, generator=generator)
     uniform = torch.rand(sizes, generator=generator)
-    yield "normal", normal
-    yield "large offset: E[x^2] - mean^2", 1000.0 + normal * 64 * 2.0**-14
-    yield "heavy tails: long float sums", torch.tan((uniform - 0.5) * 3.1415)
-    yield "wide: results down to the denormals", normal * 40
-    yield "near the largest: overflow of sums", normal * 1e37
-    yield "denormal", normal * 1e-40
-    yield "constant rows: exact mean, variance 0", torch.full(list(sizes), 33333.7)
+    info = torch.finfo(dtype)
+    yield "normal", normal.to(dtype)
+    yield "large offset: E[x^2] - mean^2", (1000.0 + normal * 64 * 512 * info.eps).to(dtype)
+    yield "heavy tails: long float sums", torch.tan((uniform - 0.5) * 3.1415).clamp(info.min / 4, info.max / 4).to(dtype)
+    yield "wide: results down to the denormals", (normal * 40).to(dtype)
+    yield "near the largest: overflow of sums", (normal * (info.max / 34)).to(dtype)
+    yield "denormal", (normal * (info.tiny / 100)).to(dtype)
+    yield "constant rows: exact mean, variance 0", torch.full(list(sizes), 33333.7).to(dtype)
     for name, value, every in (("NaN", "nan", 5), ("+inf", "inf", 3), ("half -inf", "-inf", 0)):
-        holed = normal.clone()
+        holed = normal.to(dtype)
         holed.view(-1)[:: 2 if every == 0 else max(2, holed.numel() // every)] = float(value)
         yield name, holed
-    yield "all -inf", torch.full(list(sizes), float("-inf"))
+    yield "all -inf", torch.full(list(sizes), float("-inf"), dtype=dtype)
 
 
 def wrong(key: KernelKey, tensors: Tensors, scalars: Scalars, results: Sequence[torch.Tensor]) -> list[str]:

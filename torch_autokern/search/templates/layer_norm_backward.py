@@ -153,14 +153,14 @@ def split(layout: BackwardLayout, width: int, together: int, chunk: int, stream:
     used: dict[str, Parameter] = {"width": width, "together": together, "chunk": chunk, "stream": stream}
     chunks = -(-layout.length // chunk)
     values: dict[str, object] = {"R": together, "STREAM": stream, "CHUNK": chunk}
-    source = _source(layout, width, values, (APPLY,)) + entry("sums", SUMS) + entry("merge", MERGE)
-    source += entry("apply", "  apply_chunks(begin, end, pointers);\n")
+    source = _source(layout, width, values, (APPLY,)) + entry("measure_chunks", SUMS) + entry("merge_rows", MERGE)
+    source += entry("write_chunks", "  apply_chunks(begin, end, pointers);\n")
     arguments = _pointers(layout, "parts", "totals")
     grain = grain_of(min(chunk, layout.length))
-    apply = CpuStep("apply", chunks, grain_of(min(chunk, layout.length) * layout.rows), arguments)
+    apply = CpuStep("write_chunks", chunks, grain_of(min(chunk, layout.length) * layout.rows), arguments)
     summing = (
-        CpuStep("sums", layout.rows * chunks, grain, arguments),
-        CpuStep("merge", layout.rows, grain_of(8 * chunks), arguments),
+        CpuStep("measure_chunks", layout.rows * chunks, grain, arguments),
+        CpuStep("merge_rows", layout.rows, grain_of(8 * chunks), arguments),
     )
     spaces = (Workspace("parts", layout.rows * chunks * 16), Workspace("totals", layout.rows * 16))
     idea = f"All threads share rows in chunks of {chunk} columns; a chunk adds up all rows' parts of the parameters' gradients."
