@@ -21,6 +21,36 @@ CPU_TABLE = (
     Case("log_softmax", (4096, 1000), source="a classifier over ImageNet's 1,000 classes"),
 )
 
+# What a training step of MiniLM asks for beside its forward, and a classifier's loss.
+BACKWARD = tuple(
+    Case(op, sizes, dim, dtype, source)
+    for dtype in ("float32", "bfloat16", "float16")
+    for op, sizes, dim, source in (
+        ("softmax_backward", (32, 12, 38, 38), -1, "MiniLM-L6 attention"),
+        ("layer_norm_backward", (32, 38, 384), -1, "MiniLM-L6 hidden states"),
+        ("log_softmax_backward", (4096, 1000), -1, "a classifier over ImageNet's 1,000 classes"),
+        ("softmax_backward", (64, 1024, 128), 1, "a dimension that is not the last"),
+        ("layer_norm_backward", (2048, 4096), -1, "a transformer's hidden states"),
+    )
+)  # fmt: skip
+
+# 16-bit forwards on a CPU; the last one as autocast calls it, with float32 parameters.
+HALF = (
+    *(
+        Case(op, sizes, dim, dtype, source)
+        for dtype in ("bfloat16", "float16")
+        for op, sizes, dim, source in (
+            ("softmax", (32, 12, 38, 38), -1, "MiniLM-L6 attention"),
+            ("log_softmax", (4096, 1000), -1, "a classifier over ImageNet's 1,000 classes"),
+            ("softmax", (64, 1024, 128), 1, "a dimension that is not the last"),
+            ("layer_norm", (32, 38, 384), -1, "MiniLM-L6 hidden states"),
+            ("layer_norm", (2048, 4096), -1, "a transformer's hidden states"),
+        )
+    ),
+    Case("layer_norm", (32, 38, 384), -1, "bfloat16", "MiniLM-L6 under autocast", parameter_dtype="float32"),
+    Case("layer_norm_backward", (32, 38, 384), -1, "bfloat16", "MiniLM-L6 under autocast", parameter_dtype="float32"),
+)  # fmt: skip
+
 # Row lengths around vector widths (16 float32 in 64 bytes), where tails are handled.
 RAGGED = tuple(
     Case(op, (257, length), source="row length around a multiple of the vector width")
@@ -52,6 +82,8 @@ SETS: dict[str, tuple[Case, ...]] = {
     "minilm": MINILM,
     "cpu_table": CPU_TABLE,
     "ragged": RAGGED,
+    "backward": BACKWARD,
+    "half": HALF,
     "headline": HEADLINE,
     "gpu_table": GPU_TABLE,
 }

@@ -84,7 +84,8 @@ class Guarded:
         self.buffer = torch.full((reach + 2 * GUARD,), self.fill, dtype=dtype)
         self.tensor = self.buffer.as_strided(layout.sizes, layout.strides, GUARD)
         if content is not None:
-            self.tensor.copy_(content)
+            once = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in layout.strides)
+            self.tensor[once].copy_(content[once])
 
     def guards_intact(self) -> bool:
         """Whether everything outside the tensor still holds its fill."""

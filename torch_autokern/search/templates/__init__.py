@@ -17,6 +17,7 @@ from torch_autokern.search.templates import (
     softmax_ring,
     softmax_rows,
     softmax_split,
+    softmax_turned,
 )
 from torch_autokern.store.key import KernelKey, Target
 
@@ -30,6 +31,7 @@ _TEMPLATES = (
     softmax_split.propose,
     softmax_rows.propose,
     softmax_columns.propose,
+    softmax_turned.propose,
     layer_norm_backward.propose,
     softmax_backward.propose,
     layer_norm_ring.propose,

@@ -31,7 +31,8 @@ from torch_autokern.store.key import KernelKey, TensorKey
 class NormLayout:
     """`length` neighbouring elements are normalised, once per step of `outer` (strides of input, mean, rstd, output).
 
-    ATen lets 16-bit inputs have float32 parameters, and then gives mean and rstd in float32 too.
+    `stride` is the step in the input; where it is not 1 the input was permuted, and the output, which ATen makes contiguous, was
+    not. ATen lets 16-bit inputs have float32 parameters, and then gives mean and rstd in float32 too.
     """
 
     length: int
@@ -42,6 +43,7 @@ class NormLayout:
     dtype: str
     parameter_dtype: str
     statistic_dtype: str
+    stride: int = 1
 
     @property
     def rows(self) -> int:
@@ -74,15 +76,18 @@ def norm_layout(key: KernelKey) -> NormLayout | None:
     if y.dtype != x.dtype or len(parameters) > 1 or mean.dtype != rstd.dtype:
         return None
     first = len(x.sizes) - len(shape)
+    stride = 1
     if not one_run([t for t in (x, weight, bias, y) if t is not None], len(shape)):
-        return None
+        stride = x.strides[-1]
+        if len(shape) > 1 or not one_run([t for t in (weight, bias, y) if t is not None], 1):
+            return None
     length = 1
     for size in shape:
         length *= int(size)
     outer = loops_over(range(first), (x, mean, rstd, y))
     eps = float(key.scalars["eps"])  # type: ignore[arg-type]
     return NormLayout(
-        length, outer, eps, weight is not None, bias is not None, x.dtype, parameters.pop(), mean.dtype
+        length, outer, eps, weight is not None, bias is not None, x.dtype, parameters.pop(), mean.dtype, stride
     )
 
 

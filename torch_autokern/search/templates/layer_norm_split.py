@@ -130,7 +130,7 @@ def split(layout: NormLayout, width: int, unroll: int, chunk: int, together: int
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
     """Candidates for rows that are long, and few or beyond the cache, best guess first; else []."""
     layout = norm_layout(key)
-    if layout is None or layout.length < MIN_LENGTH:
+    if layout is None or layout.stride != 1 or layout.length < MIN_LENGTH:
         return []
     if layout.rows >= 8 * target.threads and 4 * layout.length < L2_BYTES:
         return []
