@@ -51,11 +51,15 @@ def test_a_softmax_backward_gets_probabilities_that_sum_to_1_whatever_the_gradie
 
 
 def test_some_trials_of_softmax_have_masked_elements() -> None:
-    shares = [float((t[1] == 0).float().mean()) for t in (_inputs(softmax_backward_key(40, 130), Family.NORMAL, s) for s in range(12))]
+    shares = [
+        float((t[1] == 0).float().mean()) for t in (_inputs(softmax_backward_key(40, 130), Family.NORMAL, s) for s in range(12))
+    ]
     assert min(shares) == 0 and max(shares) > 0.05
 
 
-@pytest.mark.parametrize("family", [Family.NORMAL, Family.LARGE_OFFSET, Family.NEAR_LARGEST, Family.CONSTANT], ids=lambda f: f.value)
+@pytest.mark.parametrize(
+    "family", [Family.NORMAL, Family.LARGE_OFFSET, Family.NEAR_LARGEST, Family.CONSTANT], ids=lambda f: f.value
+)
 def test_mean_and_rstd_of_a_backward_belong_to_its_input(family: Family) -> None:
     _, x, mean, rstd, *_ = _inputs(layer_norm_backward_key(6, 4, 33, dims=2), family)
     assert x is not None and mean is not None and rstd is not None
@@ -108,8 +112,12 @@ def _refused(key: KernelKey, wrong: Wrong, accuracy: Accuracy | None = None) -> 
     return caught.value.refusal
 
 
-def _layer_norm(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]], key: KernelKey) -> Wrong:
-    def wrong(g: torch.Tensor, x: torch.Tensor, m: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def _layer_norm(
+    change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, ...]], key: KernelKey
+) -> Wrong:
+    def wrong(
+        g: torch.Tensor, x: torch.Tensor, m: torch.Tensor, r: torch.Tensor, w: torch.Tensor, b: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         return change(*SPECS[key.op].stock((g, x, m, r, w, b), key.scalars))  # type: ignore[arg-type]
 
     return wrong
@@ -118,7 +126,10 @@ def _layer_norm(change: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tup
 def test_wrong_gradients_are_refused() -> None:
     key = softmax_backward_key(64, 100)
     assert _refused(key, lambda g, y: (y * g,)).reason is Reason.WRONG_VALUE
-    assert _refused(softmax_backward_key(64, 100, log=True), lambda g, y: (g - g.sum(1, keepdim=True) / 100,)).reason is Reason.WRONG_VALUE
+    assert (
+        _refused(softmax_backward_key(64, 100, log=True), lambda g, y: (g - g.sum(1, keepdim=True) / 100,)).reason
+        is Reason.WRONG_VALUE
+    )
     key = layer_norm_backward_key(64, 96)
     for change in (
         lambda a, b, c: (a + 1e-4 * a.abs().max(), b, c), lambda a, b, c: (a, b * (1 + 1e-4), c), lambda a, b, c: (a, b, -c),

@@ -1,8 +1,8 @@
 """Algebra of backward ops that nonsense cannot satisfy: results are linear in the gradient, and
 
 softmax: rows sum to 0, and a result points where its gradient does (``sum g z`` is the variance of g under the softmax).
-log_softmax: rows sum to 0, and a gradient whose row sums to 0 comes back as it is. LayerNorm: ``sum g w z`` is positive, and the
-bias' gradient of ones is the number of rows.
+log_softmax: rows sum to 0, and a gradient whose row sums to 0 comes back as it is. LayerNorm: ``sum g w z`` is positive, and
+the bias' gradient of ones is the number of rows.
 """
 
 from __future__ import annotations

@@ -21,12 +21,10 @@ _ATEN = {
 @dataclass(frozen=True)
 class Case:
     """One op on one dense shape. `dim` is the reduced dimension; for LayerNorm the first of the normalised ones, counted from
-    the end (-3: the last three). A product's sizes are (M, K, N). `source` says where the shape comes from, `parameter_dtype` is
-    that of LayerNorm's weight and bias where it is another one (float32 beside 16-bit inputs)."""
+    the end (-3: the last three). A product's sizes are (M, K, N). `source` says where the shape comes from, `parameter_dtype`
+    is that of LayerNorm's weight and bias where it is another one (float32 beside 16-bit inputs)."""
 
-    op: Literal[
-        "softmax", "log_softmax", "layer_norm", "softmax_backward", "log_softmax_backward", "layer_norm_backward", "mm"
-    ]
+    op: Literal["softmax", "log_softmax", "layer_norm", "softmax_backward", "log_softmax_backward", "layer_norm_backward", "mm"]
     sizes: tuple[int, ...]
     dim: int = -1
     dtype: str = "float32"
@@ -34,8 +32,8 @@ class Case:
     parameter_dtype: str = ""
 
     def key(self, device_type: DeviceType = "cpu") -> KernelKey:
-        """The key of the call: contiguous tensors as their allocator aligns them, an affine LayerNorm, no `out`; a backward with
-        all gradients."""
+        """The key of the call: contiguous tensors as their allocator aligns them, an affine LayerNorm, no `out`; a backward
+        with all gradients."""
 
         def dense(sizes: tuple[int, ...], dtype: str = self.dtype) -> TensorKey:
             return _dense(dtype, sizes, device_type)
@@ -93,7 +91,9 @@ def case_name(key: KernelKey) -> str:
     if key.op.startswith("native_layer_norm"):
         shape = key.scalars["normalized_shape"]
         over = f" over {len(shape)} dims" if isinstance(shape, tuple) and len(shape) > 1 else ""
-        mixed = f" with {present[-1].dtype} parameters" if present[-1].dtype != first.dtype and present[-1].sizes == shape else ""
+        mixed = (
+            f" with {present[-1].dtype} parameters" if present[-1].dtype != first.dtype and present[-1].sizes == shape else ""
+        )
         backward = " backward" if key.op.endswith("backward") else ""
         return f"LayerNorm{backward} {first.sizes}{over}{dtype}{mixed}"
     if key.op in ("mm", "bmm", "addmm", "baddbmm"):

@@ -128,10 +128,7 @@ def run(
 
 def same_bits(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
     """Bitwise equality, NaN payloads included."""
-    return all(
-        torch.equal(_bits(a.contiguous()), _bits(b.contiguous()))
-        for a, b in zip(left, right, strict=True)
-    )
+    return all(torch.equal(_bits(a.contiguous()), _bits(b.contiguous())) for a, b in zip(left, right, strict=True))
 
 
 def families(sizes: Sequence[int], seed: int, dtype: torch.dtype = torch.float32) -> Iterator[tuple[str, torch.Tensor]]:

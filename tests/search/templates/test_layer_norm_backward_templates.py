@@ -33,6 +33,12 @@ GRID = [
     ((2, 5, 64, 64), 3, SPLIT, "three normalised dimensions"),
 ]
 
+# ATen lets 16-bit inputs have parameters of their own dtype or of float32.
+MIXED = [
+    (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16), (torch.float16, torch.float32),
+]  # fmt: skip
+
 
 def make(
     sizes: tuple[int, ...], dims: int, mask: Sequence[int] = ALL, dtype: torch.dtype = torch.float32,
@@ -92,14 +98,15 @@ def test_every_output_mask_gives_what_it_wants(mask: tuple[int, ...], sizes: tup
     assert wrong(key, tensors, key.scalars, results) == []
 
 
-@pytest.mark.parametrize(("weight", "bias", "mask"), [(False, False, (1, 0, 0)), (True, False, (1, 1, 0)), (False, True, (1, 0, 1))])
+@pytest.mark.parametrize(
+    ("weight", "bias", "mask"), [(False, False, (1, 0, 0)), (True, False, (1, 1, 0)), (False, True, (1, 0, 1))]
+)
 def test_absent_parameters_are_neither_read_nor_given_gradients(weight: bool, bias: bool, mask: tuple[int, ...]) -> None:
     key, affine = make((13, 40), 1, mask, weight=weight, bias=bias)
     check(propose(key, local_target())[0], key, affine)
 
 
-@pytest.mark.parametrize(("dtype", "parameters"), [(torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
-                                                   (torch.float16, torch.float16), (torch.float16, torch.float32)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(("dtype", "parameters"), MIXED, ids=str)
 def test_sixteen_bit_elements_and_mixed_parameters(dtype: torch.dtype, parameters: torch.dtype) -> None:
     key, affine = make((19, 38), 1, dtype=dtype, parameters=parameters)
     assert key.tensors[2] is not None and key.tensors[2].dtype == str(parameters).removeprefix("torch.")

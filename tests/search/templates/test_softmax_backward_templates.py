@@ -47,7 +47,9 @@ def check(candidate: Candidate, key: KernelKey, scalars: Scalars, target: Target
         results = run(candidate, key, tensors, whole, target)
         where = f"{candidate.template} {candidate.parameters} on {family}"
         assert wrong(key, tensors, scalars, results) == [], where
-        assert same_bits(results, run(candidate, key, tensors, random_cut(seed), target)), f"other bits for another cut: {where}"
+        assert same_bits(results, run(candidate, key, tensors, random_cut(seed), target)), (
+            f"other bits for another cut: {where}"
+        )
 
 
 @pytest.mark.parametrize(("sizes", "dim", "template", "reason"), GRID, ids=[g[3] for g in GRID])

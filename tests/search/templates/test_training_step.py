@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from tiny_kernels import Served, keys_of, quiet_router, seen, served  # noqa: F401 - fixtures
+from tiny_kernels import Served, keys_of, seen
 from torch import nn
 
 import torch_autokern as ak
@@ -58,7 +58,9 @@ def off_by(gradients: list[torch.Tensor], truth: list[torch.Tensor]) -> list[flo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_forward_and_backward_of_a_step_are_served_and_gradients_stay_as_good(
-    dtype: torch.dtype, served: Served, quiet_router: None  # noqa: F811
+    dtype: torch.dtype,
+    served: Served,
+    quiet_router: None,
 ) -> None:
     torch.manual_seed(0)
     model = Layer().to(dtype)

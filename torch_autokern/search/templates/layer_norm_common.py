@@ -31,8 +31,8 @@ from torch_autokern.store.key import KernelKey, TensorKey
 class NormLayout:
     """`length` neighbouring elements are normalised, once per step of `outer` (strides of input, mean, rstd, output).
 
-    `stride` is the step in the input; where it is not 1 the input was permuted, and the output, which ATen makes contiguous, was
-    not. ATen lets 16-bit inputs have float32 parameters, and then gives mean and rstd in float32 too.
+    `stride` is the step in the input; where it is not 1 the input was permuted, and the output, which ATen makes contiguous,
+    was not. ATen lets 16-bit inputs have float32 parameters, and then gives mean and rstd in float32 too.
     """
 
     length: int
@@ -86,9 +86,7 @@ def norm_layout(key: KernelKey) -> NormLayout | None:
         length *= int(size)
     outer = loops_over(range(first), (x, mean, rstd, y))
     eps = float(key.scalars["eps"])  # type: ignore[arg-type]
-    return NormLayout(
-        length, outer, eps, weight is not None, bias is not None, x.dtype, parameters.pop(), mean.dtype, stride
-    )
+    return NormLayout(length, outer, eps, weight is not None, bias is not None, x.dtype, parameters.pop(), mean.dtype, stride)
 
 
 def one_run(tensors: Sequence[TensorKey], dims: int) -> bool:

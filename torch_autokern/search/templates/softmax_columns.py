@@ -85,7 +85,8 @@ struct block {
       AK_UNROLL for (int v = 0; v < V; v++) part[v] = vf{};
       for (int64_t d = first; d < stop; d++) {
         if (PREFETCH)
-          AK_UNROLL for (int c = 0; c < V * L * (int)sizeof(elem); c += 64) __builtin_prefetch((const char*)(next + d * SX) + c, 0, 2);
+          AK_UNROLL for (int c = 0; c < V * L * (int)sizeof(elem); c += 64)
+            __builtin_prefetch((const char*)(next + d * SX) + c, 0, 2);
         AK_UNROLL for (int v = 0; v < V; v++) {
           vf e = ak_exp<LOG>(load(x + d * SX, v) - m[v]);
           keep(y, scratch, d, v, e);

@@ -118,7 +118,8 @@ struct row {
       vf s[U] = {};
       for (int64_t i = outer; i < stop; i += BLOCK) {
         if (PREFETCH)
-          AK_UNROLL for (int c = 0; c < U * L * (int)sizeof(elem); c += 64) __builtin_prefetch((const char*)(next + i) + c, 0, 2);
+          AK_UNROLL for (int c = 0; c < U * L * (int)sizeof(elem); c += 64)
+            __builtin_prefetch((const char*)(next + i) + c, 0, 2);
         AK_UNROLL for (int u = 0; u < U; u++) {
           vf e = ak_exp<LOG>(ak_load(x + i + u * L) - m);
           if (KEEP != NOTHING) ak_store(kept + i + u * L, e);
@@ -211,7 +212,13 @@ def row_code(unroll: int, stream: bool, keep: Kept, prefetch: bool) -> str:
 
 def short_rows(layout: SoftmaxLayout, width: int, rows: int) -> Candidate:
     """`rows` (1 to 4) rows at a time in registers of `width` bytes."""
-    source = prelude(width, [layout.dtype]) + layout.constants + _fill(_SHORT_BODY, layout, {"R": rows}) + END + entry("run", _SHORT_ENTRY)
+    source = (
+        prelude(width, [layout.dtype])
+        + layout.constants
+        + _fill(_SHORT_BODY, layout, {"R": rows})
+        + END
+        + entry("run", _SHORT_ENTRY)
+    )
     idea = f"Keep {rows} whole rows in {8 * width}-bit registers from load to store; reduce them together, divide once."
     return Candidate("cpp", source, _plan(layout), idea, AUTHOR, SHORT, {"width": width, "rows": rows})
 
