@@ -102,7 +102,7 @@ def run(
     library = build(candidate, target)
     inputs = [None if k is None else Guarded(k, t) for k, t in zip(key.tensors, tensors, strict=True)]
     before = [None if i is None else i.buffer.clone() for i in inputs]
-    outputs = [Guarded(layout, None) for layout in key.outputs if layout is not None]
+    outputs = [None if layout is None else Guarded(layout, None) for layout in key.outputs]
     workspaces = {w.name: torch.full((w.size_bytes + 64,), 0xA5, dtype=torch.uint8) for w in candidate.plan.workspaces}
     for step in candidate.plan.steps:
         pointers = (ctypes.c_void_p * max(1, len(step.args)))()
@@ -111,7 +111,9 @@ def run(
                 source = inputs[arg.index]
                 pointers[place] = None if source is None else source.tensor.data_ptr() + arg.offset_bytes
             elif isinstance(arg, OutputArg):
-                pointers[place] = outputs[arg.index].tensor.data_ptr() + arg.offset_bytes
+                target_of = outputs[arg.index]
+                assert target_of is not None, "a step points to an output that nobody wants"
+                pointers[place] = target_of.tensor.data_ptr() + arg.offset_bytes
             else:
                 pointers[place] = -(-workspaces[arg.name].data_ptr() // 64) * 64 + arg.offset_bytes
         entry = _ENTRY((step.entry, library))
@@ -120,10 +122,11 @@ def run(
     for guarded, old in zip(inputs, before, strict=True):
         if guarded is not None and old is not None:
             assert torch.equal(_bits(guarded.buffer), _bits(old)), "an input was written"
-    for result in outputs:
+    written = [result for result in outputs if result is not None]
+    for result in written:
         assert result.guards_intact(), "written outside an output"
         assert not (result.tensor == result.fill).any(), "not fully written"
-    return [result.tensor for result in outputs]
+    return [result.tensor for result in written]
 
 
 def same_bits(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:

@@ -1,7 +1,7 @@
 """The C++ of 16-bit elements: `bf16` and `fp16` beside `float`, with the same loads and stores of vectors of float.
 
-Everything is computed in float and rounded once, to nearest with ties to even, when it is stored; NaN stays a quiet NaN. A half's
-denormals are normal floats, so they survive whatever the processor does with a float's own. F16C and AVX-512 have
+Everything is computed in float and rounded once, to nearest with ties to even, when it is stored; NaN stays a quiet NaN. A
+half's denormals are normal floats, so they survive whatever the processor does with a float's own. F16C and AVX-512 have
 instructions; elsewhere the bits are moved: a half is ``2^-112`` times the float whose exponent and mantissa it holds, and a
 denormal one is what an addition of 2^-14 (or 1/2, to round to multiples of 2^-24) leaves behind.
 """

@@ -1,11 +1,11 @@
 """LayerNorm's backward: gradients of input, weight and bias, each where `output_mask` wants it.
 
 With ``h = (x - mean) * rstd`` and ``v = g * weight``: input ``rstd * (v - mean(v) - h * mean(v h))``, weight ``sum g h`` and
-bias ``sum g`` over the rows. `rows`: blocks of whole rows; a block adds up its part of the weight's and bias' gradients beside
-the rows that it has in cache, and a second step adds up the blocks in order, so results depend on neither threads nor cuts.
-`split`: all threads share long rows in chunks of columns, and each chunk sees all rows. The factors of rstd are applied term
-by term: ``rstd * (...)`` would overflow inside where inputs are near the largest number. Sums that float cannot carry are redone in
-double.
+bias ``sum g`` over the rows. `rows`: blocks of whole rows; a block adds up its part of the weight's and bias' gradients
+beside the rows that it has in cache, and a second step adds up the blocks in order, so results depend on neither threads nor
+cuts. `split`: all threads share long rows in chunks of columns, and each chunk sees all rows. The factors of rstd are
+applied term by term: ``rstd * (...)`` would overflow inside where inputs are near the largest number. Sums that float cannot
+carry are redone in double.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def backward_layout(key: KernelKey) -> BackwardLayout | None:
 
 
 def _pointers(layout: BackwardLayout, *workspaces: str) -> tuple[PointerArg, ...]:
-    """In the order that the C++ expects: g, x, mean, rstd, weight, gradients, workspaces; x takes an absent gradient's place."""
+    """As the C++ expects them: g, x, mean, rstd, weight, gradients, workspaces; x takes an absent gradient's place."""
     places = [OutputArg(i) if wanted else InputArg(1) for i, wanted in enumerate(layout.wants)]
     return (*(InputArg(i) for i in range(5)), *places, *(WorkspaceArg(name) for name in workspaces))
 

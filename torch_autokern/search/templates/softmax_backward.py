@@ -1,9 +1,9 @@
 """Backward of softmax and log-softmax, over neighbouring elements (`rows`) and over another dimension (`columns`).
 
 Softmax with output y: ``y * (g - sum g y)``; log-softmax: ``g - exp(y) * sum g``. `short`: rows stay in vector registers
-between their one load and their one store, four at a time so that the horizontal sums are shared. `long`: the second pass finds the row
-in cache. `columns`: sums live in the lanes of vectors, one lane a row. A sum of gradients that float cannot carry is redone in
-double, and with it its row.
+between their one load and their one store, four at a time so that the horizontal sums are shared. `long`: the second pass
+finds the row in cache. `columns`: sums live in the lanes of vectors, one lane a row. A sum of gradients that float cannot
+carry is redone in double, and with it its row.
 """
 
 from __future__ import annotations
