@@ -122,8 +122,8 @@ AK_INLINE void rows_at(const elem* g, const elem* y, elem* z, const int64_t* row
     }
     s[r] = t;
   }
-  const vf q = ak_reduce4(s[0], s[1 % R], s[2 % R], s[3 % R], ak_op_sum{});
-  spread(q, s);
+  if (R == 1) s[0] = ak_reduce_all(s[0], ak_op_sum{});
+  else spread(ak_reduce4(s[0], s[1 % R], s[2 % R], s[3 % R], ak_op_sum{}), s);
   AK_UNROLL for (int r = 0; r < R; r++) {
     elem* p = z + z_offset(row[r]);
     if (__builtin_expect(!carried(s[r][0]), 0)) {
@@ -302,7 +302,8 @@ def _propose_rows(layout: BackwardLayout, target: Target, streams: Sequence[bool
     found = []
     for width in widths:
         vectors = -(-layout.length * 4 // width)
-        fits = [rows for rows in (4, 2, 1) if 2 * rows * vectors <= registers(target) - 6]
+        # Twice what the registers hold: a spilled vector waits in the first-level cache, as the long way's rows do.
+        fits = [rows for rows in (4, 2, 1) if 2 * rows * vectors <= 2 * registers(target) - 6]
         found += [short(layout, width, rows) for rows in fits[:2]]
     if layout.length * 4 >= 2 * widths[0]:
         found += [long(layout, width, stream) for stream in streams for width in widths]
