@@ -123,7 +123,7 @@ AK_INLINE void write_rows(const line* l, const param* w, float* dw, float* db) {
   constexpr int TAIL = N % L, PART = TAIL ? TAIL : 1;
   for (int64_t i = 0; i < VECTORS; i += L) {
     const vf weight = HAS_WEIGHT && WANT_X ? ak_load(w + i) : vf{};
-    vf sw = WANT_W ? *(vf*)(dw + i) : vf{}, sb = WANT_B ? *(vf*)(db + i) : vf{};
+    vf sw = WANT_W ? ak_load(dw + i) : vf{}, sb = WANT_B ? ak_load(db + i) : vf{};
     AK_UNROLL for (int r = 0; r < K; r++) {
       const vf g = ak_load(l[r].g + i), h = WANT_X || WANT_W ? l[r].hat(ak_load(l[r].x + i)) : vf{};
       if (WANT_X) {
@@ -134,12 +134,12 @@ AK_INLINE void write_rows(const line* l, const param* w, float* dw, float* db) {
       sw += g * h;
       sb += g;
     }
-    if (WANT_W) *(vf*)(dw + i) = sw;
-    if (WANT_B) *(vf*)(db + i) = sb;
+    if (WANT_W) ak_store(dw + i, sw);
+    if (WANT_B) ak_store(db + i, sb);
   }
   if (TAIL) {
     const vf weight = HAS_WEIGHT && WANT_X ? ak_load_part<PART>(w + VECTORS, vf{}) : vf{};
-    vf sw = WANT_W ? *(vf*)(dw + VECTORS) : vf{}, sb = WANT_B ? *(vf*)(db + VECTORS) : vf{};
+    vf sw = WANT_W ? ak_load(dw + VECTORS) : vf{}, sb = WANT_B ? ak_load(db + VECTORS) : vf{};
     AK_UNROLL for (int r = 0; r < K; r++) {
       const vf g = ak_load_part<PART>(l[r].g + VECTORS, vf{});
       const vf h = l[r].hat(ak_load_part<PART>(l[r].x + VECTORS, l[r].mean));
@@ -148,8 +148,8 @@ AK_INLINE void write_rows(const line* l, const param* w, float* dw, float* db) {
       sw += g * h;
       sb += g;
     }
-    if (WANT_W) *(vf*)(dw + VECTORS) = sw;
-    if (WANT_B) *(vf*)(db + VECTORS) = sb;
+    if (WANT_W) ak_store(dw + VECTORS, sw);
+    if (WANT_B) ak_store(db + VECTORS, sb);
   }
 }
 template <int64_t N, int K>
@@ -203,7 +203,7 @@ void run_blocks(int64_t begin, int64_t end, void* const* pointers) {
   const call c = call_of(pointers);
   for (int64_t block = begin; block < end; block++) {
     float *dw = (float*)pointers[8] + block * 2 * PADDED, *db = dw + PADDED;
-    for (int64_t i = 0; i < 2 * PADDED; i += L) *(vf*)(dw + i) = vf{};
+    for (int64_t i = 0; i < 2 * PADDED; i += L) ak_store(dw + i, vf{});
     const int64_t first = block * BLOCK_ROWS, stop = first + BLOCK_ROWS < ROWS ? first + BLOCK_ROWS : ROWS;
     int64_t row = first;
     for (; row + R <= stop; row += R) {
@@ -222,8 +222,8 @@ COLUMNS = """  const call c = call_of(pointers);
     const float* at = (const float*)pointers[8] + v * L;
     vf dw = {}, db = {};
     for (int64_t block = 0; block < @BLOCKS@; block++, at += 2 * PADDED) {
-      if (WANT_W) dw += *(const vf*)at;
-      if (WANT_B) db += *(const vf*)(at + PADDED);
+      if (WANT_W) dw += ak_load(at);
+      if (WANT_B) db += ak_load(at + PADDED);
     }
     write_columns(c, v * L, dw, db);
   }
@@ -258,12 +258,15 @@ template <int64_t N>
 AK_INLINE void chunk_of(const call& c, const sums* totals, int64_t at) {
   constexpr int64_t PADDED = (N + L - 1) / L * L;
   alignas(WIDTH) float dw[PADDED], db[PADDED];
-  for (int64_t i = 0; i < PADDED; i += L) *(vf*)(dw + i) = *(vf*)(db + i) = vf{};
+  for (int64_t i = 0; i < PADDED; i += L) {
+    ak_store(dw + i, vf{});
+    ak_store(db + i, vf{});
+  }
   int64_t row = 0;
   for (; row + R <= ROWS; row += R) rows_of_chunk<N, R>(c, totals, row, at, dw, db);
   for (; row < ROWS; row++) rows_of_chunk<N, 1>(c, totals, row, at, dw, db);
   if (WANT_W || WANT_B)
-    for (int64_t i = 0; i < PADDED; i += L) write_columns(c, at + i, *(vf*)(dw + i), *(vf*)(db + i));
+    for (int64_t i = 0; i < PADDED; i += L) write_columns(c, at + i, ak_load(dw + i), ak_load(db + i));
 }
 void apply_chunks(int64_t begin, int64_t end, void* const* pointers) {
   const call c = call_of(pointers);
