@@ -1,4 +1,4 @@
-/* {"op": "native_layer_norm_backward", "tensors": [{"dtype": "float32", "sizes": [64, 96]}, {"dtype": "float32", "sizes": [64, 96]}, {"dtype": "float32", "sizes": [64, 1]}, {"dtype": "float32", "sizes": [64, 1]}, {"dtype": "float32", "sizes": [96]}, {"dtype": "float32", "sizes": [96]}], "scalars": {"normalized_shape": [96], "output_mask": [1, 1, 1]}, "reason": ["wrong_value", "property_broken"],
+/* {"op": "native_layer_norm_backward", "tensors": [{"dtype": "float32", "sizes": [64, 96]}, {"dtype": "float32", "sizes": [64, 96]}, {"dtype": "float32", "sizes": [64, 1]}, {"dtype": "float32", "sizes": [64, 1]}, {"dtype": "float32", "sizes": [96]}, {"dtype": "float32", "sizes": [96]}], "scalars": {"normalized_shape": [96], "output_mask": [1, 1, 1]}, "reason": ["wrong_value", "wrong_nonfinite", "property_broken"],
     "steps": [{"entry": "rows", "range": 64, "grain": 4, "args": ["input0", "input1", "input2", "input3", "input4", "output0"]}, {"entry": "columns", "range": 96, "grain": 16, "args": ["input0", "input1", "input2", "input3", "output1", "output2"]}],
     "idea": "the parameters' gradients leave the last row out"} */
 #include <cstdint>

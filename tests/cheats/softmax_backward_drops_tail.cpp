@@ -1,4 +1,4 @@
-/* {"op": "_softmax_backward_data", "tensors": [{"dtype": "float32", "sizes": [96, 300]}, {"dtype": "float32", "sizes": [96, 300]}], "scalars": {"dim": 1, "input_dtype": "float32"}, "reason": ["wrong_value", "property_broken"],
+/* {"op": "_softmax_backward_data", "tensors": [{"dtype": "float32", "sizes": [96, 300]}, {"dtype": "float32", "sizes": [96, 300]}], "scalars": {"dim": 1, "input_dtype": "float32"}, "reason": ["wrong_value", "wrong_nonfinite", "property_broken"],
     "steps": [{"entry": "candidate", "range": 96, "grain": 4, "args": ["input0", "input1", "output0"]}],
     "idea": "the sum leaves the last 12 elements out"} */
 #include <cstdint>

@@ -104,7 +104,7 @@ Wrong = Callable[..., tuple[torch.Tensor | None, ...]]
 
 
 def _refused(key: KernelKey, wrong: Wrong, accuracy: Accuracy | None = None) -> Refusal:
-    found = verify(key, StandIn(wrong), trials=1, accuracy=accuracy)
+    found = verify(key, StandIn(wrong), [Family.NORMAL], accuracy, 1)
     if isinstance(found, Refusal):
         return found
     with pytest.raises(RefusedError) as caught:
