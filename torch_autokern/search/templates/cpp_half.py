@@ -16,13 +16,22 @@ _HALVES = """
 typedef uint32_t vu __attribute__((vector_size(WIDTH)));
 typedef uint16_t vh __attribute__((vector_size(WIDTH / 2)));
 typedef uint16_t vh_any __attribute__((vector_size(WIDTH / 2), aligned(2), may_alias));
+// GCC 12 converts such vectors element by element for AVX2.
+#if defined(__AVX2__) && @WIDTH@ == 32
+AK_INLINE vu ak_bits(vh h) { return (vu)_mm256_cvtepu16_epi32((__m128i)h); }
+AK_INLINE vh ak_low_halves(vu v) {  // all below 2^16
+  return (vh)_mm_packus_epi32(_mm256_castsi256_si128((__m256i)v), _mm256_extracti128_si256((__m256i)v, 1));
+}
+#else
 AK_INLINE vu ak_bits(vh h) { return __builtin_convertvector(h, vu); }
+AK_INLINE vh ak_low_halves(vu v) { return __builtin_convertvector(v, vh); }
+#endif
 struct bf16;
 struct fp16;
 AK_INLINE vf ak_widen(vh h, const bf16*) { return (vf)(ak_bits(h) << 16); }
 AK_INLINE vh ak_narrow(vf v, const bf16*) {
   const vu b = (vu)v, rounded = b + 0x7fff + (b >> 16 & 1);
-  return __builtin_convertvector((v != v ? (vu){} + 0x7fc00000 : rounded) >> 16, vh);
+  return ak_low_halves((v != v ? (vu){} + 0x7fc00000 : rounded) >> 16);
 }
 #if defined(__AVX512F__) && @WIDTH@ == 64
 AK_INLINE vf ak_widen(vh h, const fp16*) { return (vf)_mm512_cvtph_ps((__m256i)h); }
@@ -45,7 +54,7 @@ AK_INLINE vh ak_narrow(vf v, const fp16*) {
   vu found = size < 0x38800000u ? denormal : normal;
   found = size >= 0x477ff000u ? (vu){} + 0x7c00 : found;
   found = size > 0x7f800000u ? (vu){} + 0x7e00 : found;
-  return __builtin_convertvector(found | sign, vh);
+  return ak_low_halves(found | sign);
 }
 #endif
 struct bf16 {
@@ -70,6 +79,28 @@ template <int N> AK_INLINE void ak_put_part(void* p, vh h) {
 template <int N> AK_INLINE vf ak_fill(vf v, vf fill) {
   return (vf)_mm512_mask_mov_ps((__m512)fill, (__mmask16)((1u << N) - 1), (__m512)v);
 }
+#elif defined(__AVX2__) && @WIDTH@ == 32
+// A copy into a part of a vector would wait for its own stores: 8, 4 and 2 bytes go their own ways.
+template <int N> AK_INLINE vh ak_half_part(const void* p) {
+  const char* at = (const char*)p + (N >= 4 ? 8 : 0);
+  __m128i h = N >= 4 ? _mm_loadl_epi64((const __m128i*)p) : _mm_setzero_si128();
+  int32_t two = 0;
+  int16_t one = 0;
+  if (N & 2) memcpy(&two, at, 4);
+  if (N & 1) memcpy(&one, at + (N & 2) * 2, 2);
+  if (N & 2) h = _mm_insert_epi32(h, two, N >= 4 ? 2 : 0);
+  if (N & 1) h = _mm_insert_epi16(h, one, N - 1);
+  return (vh)h;
+}
+template <int N> AK_INLINE void ak_put_part(void* p, vh h) {
+  char* at = (char*)p + (N >= 4 ? 8 : 0);
+  if (N >= 4) _mm_storel_epi64((__m128i*)p, (__m128i)h);
+  const int32_t two = _mm_extract_epi32((__m128i)h, N >= 4 ? 2 : 0);
+  const int16_t one = (int16_t)_mm_extract_epi16((__m128i)h, N - 1);
+  if (N & 2) memcpy(at, &two, 4);
+  if (N & 1) memcpy(at + (N & 2) * 2, &one, 2);
+}
+template <int N> AK_INLINE vf ak_fill(vf v, vf fill) { return (vf)_mm256_blend_ps((__m256)fill, (__m256)v, (1 << N) - 1); }
 #else
 template <int N> AK_INLINE vh ak_half_part(const void* p) {
   vh h = {};
