@@ -56,7 +56,9 @@ def off_by(gradients: list[torch.Tensor], truth: list[torch.Tensor]) -> list[flo
     return [float((g.double() - t).norm() / t.norm()) for g, t in zip(gradients, truth, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)], ids=["float32", "bfloat16"]
+)
 def test_forward_and_backward_of_a_step_are_served_and_gradients_stay_as_good(
     dtype: torch.dtype,
     served: Served,
