@@ -155,10 +155,10 @@ def permuted_stock(spec: OpSpec, key: KernelKey, tensors: Tensors, order: Permut
     rows = summed_rows(spec, key)
     if rows is not None:
         steps.append((rows, Permutation(order.order.new_tensor(range(rows.length)).roll(int(order.order[0]) + 1), 1)))
-    moved = tuple(tensors)
+    moved: tuple[torch.Tensor | None, ...] = tuple(tensors)
     for where, by in steps:
         moved = tuple(by.apply(t, axes) for t, axes in zip(moved, where.inputs, strict=True))
-    results = spec.stock(moved, key.scalars)
+    results: tuple[torch.Tensor | None, ...] = spec.stock(moved, key.scalars)
     for where, by in steps:
         back = by.inverse()
         results = tuple(back.apply(t, axes) for t, axes in zip(results, where.outputs, strict=True))

@@ -18,13 +18,18 @@ _ATEN = {
 }  # fmt: skip
 
 
+CaseOp = Literal[
+    "softmax", "log_softmax", "layer_norm", "softmax_backward", "log_softmax_backward", "layer_norm_backward", "mm"
+]  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Case:
     """One op on one dense shape. `dim` is the reduced dimension; for LayerNorm the first of the normalised ones, counted from
     the end (-3: the last three). A product's sizes are (M, K, N). `source` says where the shape comes from, `parameter_dtype`
     is that of LayerNorm's weight and bias where it is another one (float32 beside 16-bit inputs)."""
 
-    op: Literal["softmax", "log_softmax", "layer_norm", "softmax_backward", "log_softmax_backward", "layer_norm_backward", "mm"]
+    op: CaseOp
     sizes: tuple[int, ...]
     dim: int = -1
     dtype: str = "float32"
@@ -55,13 +60,12 @@ class Case:
         accumulated = "float32" if device_type == "cuda" else parameter.dtype
         statistic = dense(self.sizes[: self.dim] + (1,) * len(shape), accumulated)
         if self.op == "layer_norm":
-            tensors, outputs = (x, parameter, parameter), (x, statistic, statistic)
             scalars = {"normalized_shape": shape, "eps": EPS}
-        else:
-            tensors = (x, x, statistic, statistic, parameter, parameter)
-            outputs = (x, parameter, parameter)
-            scalars = {"normalized_shape": shape, "output_mask": (1, 1, 1)}
-        return KernelKey(op, device_type, tensors, scalars, outputs, mkldnn=mkldnn)
+            outputs = (x, statistic, statistic)
+            return KernelKey(op, device_type, (x, parameter, parameter), scalars, outputs, mkldnn=mkldnn)
+        tensors = (x, x, statistic, statistic, parameter, parameter)
+        scalars = {"normalized_shape": shape, "output_mask": (1, 1, 1)}
+        return KernelKey(op, device_type, tensors, scalars, (x, parameter, parameter), mkldnn=mkldnn)
 
 
 # The published LayerNorm shape, the attention softmax of MiniLM-L6, and softmax over a dimension that is not the last.

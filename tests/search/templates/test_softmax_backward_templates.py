@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import torch
 from template_driver import families, lower_targets, random_cut, run, same_bits, whole, wrong
@@ -121,8 +122,6 @@ def test_other_dtypes_than_the_inputs_own_are_left_alone() -> None:
     key, _ = make("_softmax_backward_data", (4, 38), 1, torch.float32)
     assert propose(key, local_target())
     wider = SPECS[key.op].key([torch.zeros(4, 38)] * 2, {"dim": 1, "input_dtype": "float32"})
-    import msgspec
-
     assert propose(msgspec.structs.replace(wider, scalars={"dim": 1, "input_dtype": "float16"}), local_target()) == []
 
 
