@@ -236,7 +236,10 @@ class Served:
 
     def put(self, key: KernelKey, *, plan: LaunchPlan | None = None, slots: Iterable[Slot] = EVERY_SLOT) -> Any:
         """Serve a key, by `plan_for` when no plan is given, in the slots given; returns the extension's kernel."""
-        native = loaded(key, plan or plan_for(key)).native
+        return self.put_native(key, loaded(key, plan or plan_for(key)).native, slots=slots)
+
+    def put_native(self, key: KernelKey, native: Any, *, slots: Iterable[Slot] = EVERY_SLOT) -> Any:
+        """Serve a key by a kernel that is loaded already."""
         native.quarantined = False
         words = SPECS[key.op].encode(key, torch.get_num_threads())
         self._rows.setdefault(words, []).extend((*slot, native) for slot in slots)

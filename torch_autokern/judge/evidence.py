@@ -69,6 +69,8 @@ class Evidence:
             self._outputs.setdefault((family, index), _Output(output.elements)).add(output, report.seed)
         for name, tallies in report.probes.items():
             for index, tally in enumerate(tallies):
+                if report.outputs[index] is None:
+                    continue
                 self._probes.setdefault(name, {}).setdefault((family, index), []).append(tally)
         return None
 
