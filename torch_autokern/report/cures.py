@@ -60,7 +60,7 @@ def cheapest_cure(
         obstacles = list(_obstacles(key, stored, current, policy, regime, threads))
         if len(obstacles) == 1:  # a record that needs several changes is a gamble: proving this key is not
             found.append(obstacles[0])
-    return min(found, key=lambda cure: (cure.effort, cure.text)).text
+    return min(found, key=lambda cure: (cure.effort, cure.text == WARM, cure.text)).text  # what names its reason goes first
 
 
 def _obstacles(
