@@ -149,8 +149,8 @@ class Call {
     key_.set_header(family_ | (cuda ? uint64_t{1} : 0) << 8 | flags << 16 | place << 32);
   }
 
-  // Whether the first to the last byte of `out` meet those of an input. Slices of one buffer that lie behind one another do
-  // not (attention's q, k and v); columns side by side do, although they share no element.
+  // Whether the first to the last byte of `out` meet those of an input. Slices of one buffer that lie behind one
+  // another do not (attention's q, k and v); columns side by side do, although they share no element.
   bool out_overlaps_input() const {
     const Range out = storage_range(*out_);
     for (size_t i = 0; i < std::min(tensor_count_, kMaxTensors); ++i) {
