@@ -1,8 +1,8 @@
 """PyTorch's own samples (`OpInfo`) of the intercepted ops, in a process of their own: importing them changes torch's flags.
 
-``python tests/calling/op_samples.py stock|general LIMIT`` prints one JSON object: calls that the router saw, by op family and
-outcome, and what was wrong. ``stock``: router on, nothing to serve; results and gradients must be stock's bits. ``general``:
-every call is served by a kernel for any layout; results must be of class `stock` by the judge's own rule.
+``python tests/calling/op_samples.py LIMIT`` prints one JSON object with two reports, each with the calls that the router saw, by
+op family and outcome, and what was wrong. ``stock``: router on, nothing to serve; results and gradients must be stock's bits.
+``general``: every call is served by a kernel for any layout; results must be of class `stock` by the judge's own rule.
 """
 
 from __future__ import annotations
@@ -219,15 +219,14 @@ def _add(outcomes: dict[str, Counter[str]], more: dict[str, dict[str, int]]) -> 
         outcomes.setdefault(op, Counter()).update(reasons)
 
 
-def main(kind: str, limit: int) -> None:
-    """Print the report. A limit of 0: all samples of the intercepted ops, and the composites too."""
+def main(limit: int) -> None:
+    """Print both reports. A limit of 0: all samples of the intercepted ops, and the composites too."""
     warnings.simplefilter("ignore")
     session().refresh()
     session()._families = EVERY_FAMILY  # as if the store held kernels of each op family
     names = INTERCEPTED if limit else INTERCEPTED + COMPOSITES
-    check = check_stock if kind == "stock" else check_general
-    print(json.dumps(check(names, limit or None)))
+    print(json.dumps({"stock": check_stock(names, limit or None), "general": check_general(names, limit or None)}))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    main(int(sys.argv[1]))

@@ -197,15 +197,10 @@ def test_jagged_tensors(block: Block, watch: Watch) -> None:
     assert calls == FORWARD_HITS
 
 
-@way("sparse, quantised and mkldnn tensors", "unseen", "their own kernels answer")
+@way("sparse and mkldnn tensors", "unseen", "their own kernels answer")
 def test_other_layouts(every_family: None, watch: Watch) -> None:
     sparse, opaque = X.to_sparse(), X.to_mkldnn()
-    scaled = torch.quantize_per_tensor(X, 0.1, 0, torch.qint8)
-    runs: list[Callable[[], torch.Tensor]] = [
-        lambda: torch.sparse.mm(sparse, W), lambda: torch.softmax(opaque, -1).to_dense(),
-        lambda: torch.relu(scaled).dequantize(),
-    ]  # fmt: skip
-    for run in runs:
+    for run in (lambda: torch.sparse.mm(sparse, W), lambda: torch.softmax(opaque, -1).to_dense()):
         stock, mine = run(), []  # type: ignore[var-annotated]
         watch(inside(run, mine))
         assert torch.equal(mine[0], stock)

@@ -17,7 +17,7 @@ from torch_autokern.ops import SPECS
 from torch_autokern.ops.spec import tensor_key
 
 SETTINGS = settings(
-    max_examples=40, deadline=None, derandomize=True,
+    max_examples=25, deadline=None, derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )  # fmt: skip
 aten = torch.ops.aten
