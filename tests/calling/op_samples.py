@@ -1,8 +1,8 @@
 """PyTorch's own samples (`OpInfo`) of the intercepted ops, in a process of their own: importing them changes torch's flags.
 
 ``python tests/calling/op_samples.py LIMIT`` prints one JSON object with two reports, each with the calls that the router saw,
-by op family and outcome, and what was wrong. ``stock``: router on, nothing to serve; results and gradients must be stock's bits.
-``general``: every call is served by a kernel for any layout; results must be of class `stock` by the judge's own rule.
+by op family and outcome, and what was wrong. ``stock``: router on, nothing to serve; results and gradients are stock's bits.
+``general``: every call is served by a kernel for any layout; results are of class `stock` by the judge's own rule.
 """
 
 from __future__ import annotations
