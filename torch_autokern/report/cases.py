@@ -20,7 +20,8 @@ _ATEN = {
 
 
 CaseOp = Literal[
-    "softmax", "log_softmax", "layer_norm", "softmax_backward", "log_softmax_backward", "layer_norm_backward", "mm", "bmm", "addmm"
+    "softmax", "log_softmax", "layer_norm", "softmax_backward", "log_softmax_backward", "layer_norm_backward", "mm", "bmm",
+    "addmm",
 ]  # fmt: skip
 
 
@@ -28,8 +29,8 @@ CaseOp = Literal[
 class Case:
     """One op on one dense shape. `dim` is the reduced dimension; for LayerNorm the first of the normalised ones, counted from
     the end (-3: the last three). A product's sizes are (M, K, N), of "bmm" (B, M, K, N); "addmm" is nn.Linear's call: a bias of
-    N, and weights whose rows are B's columns. `source` says where the shape comes from, `parameter_dtype` is that of LayerNorm's
-    weight and bias where it is another one (float32 beside 16-bit inputs)."""
+    N, and weights whose rows are B's columns. `source` says where the shape comes from, `parameter_dtype` is that of
+    LayerNorm's weight and bias where it is another one (float32 beside 16-bit inputs)."""
 
     op: CaseOp
     sizes: tuple[int, ...]
