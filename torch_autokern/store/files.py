@@ -224,15 +224,19 @@ def _write_durably(path: Path, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(descriptor, rest[:_CHUNK_BYTES]) :]
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _NO_SYNC:
-                raise
+        _sync_file(descriptor)
     except BaseException:
         _close_quietly(descriptor)
         raise
     os.close(descriptor)  # not quietly: network disks report a full quota here
+
+
+def _sync_file(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
 
 
 def _name_without_replacing(temporary: Path, path: Path) -> bool:
