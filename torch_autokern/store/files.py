@@ -17,6 +17,7 @@ _CHUNK_BYTES = 8 << 20
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _CLOSE_ON_EXEC = getattr(os, "O_CLOEXEC", 0)
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+_FOLDER = getattr(os, "O_DIRECTORY", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _HAS_OWNERS = hasattr(os, "geteuid")
 _NO_HARD_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
@@ -107,7 +108,7 @@ def sync_folders(root: Path, folder: Path) -> None:
     levels = [folder, *folder.parents]
     for level in levels[: levels.index(root) + 2]:
         try:
-            descriptor = os.open(level, os.O_RDONLY | _CLOSE_ON_EXEC)
+            descriptor = os.open(level, os.O_RDONLY | _CLOSE_ON_EXEC | _FOLDER)
         except OSError:
             continue
         try:
@@ -148,9 +149,10 @@ def remove_file(path: Path) -> bool:
 
 
 def list_folder(folder: Path) -> list[str]:
-    """Names in a folder, sorted; empty where it is absent or unreadable."""
+    """Names in a folder, sorted; empty where it is absent, unreadable or a link: what lies behind a link is not the store's to
+    read, and least of all to clean."""
     try:
-        return sorted(os.listdir(folder))
+        return [] if os.path.islink(folder) else sorted(os.listdir(folder))
     except OSError:
         return []
 
@@ -177,7 +179,11 @@ def _read_once(path: Path, limit_bytes: int) -> FileBytes | Unread:
             return Unread("foreign", refusal)
         if facts.st_size > limit_bytes:
             return Unread("foreign", f"{facts.st_size} bytes, at most {limit_bytes} are allowed")
-        return FileBytes(_read_all(descriptor, limit_bytes), (facts.st_dev, facts.st_ino))
+        data = _read_all(descriptor, limit_bytes)
+        if len(data) != facts.st_size:
+            # A disk that stops short, or a writer at work: a miss, but no proof of damage, so the file stays where it is.
+            return Unread("unreadable", f"{len(data)} bytes came of {facts.st_size}")
+        return FileBytes(data, (facts.st_dev, facts.st_ino))
     finally:
         _close_quietly(descriptor)
 
