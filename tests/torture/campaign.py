@@ -45,7 +45,7 @@ class Figure(msgspec.Struct):
 
 def run_part(part: Part, size: int | None, figure: Figure, until: float) -> Figure:
     """Go on with a part where `figure` left off, until its size is reached or the clock (`time.monotonic`) says `until`."""
-    folder = _scratch()
+    folder = scratch_folder()
     try:
         figure.skipped = part.refusal(folder) or ""
         if figure.skipped:
@@ -77,7 +77,7 @@ def _try(trial: Trial, folder: Path, figure: Figure, units: int) -> None:
     shutil.rmtree(folder / "store", ignore_errors=True)
 
 
-def _scratch() -> Path:
+def scratch_folder() -> Path:
     """A private folder, in memory where there is such a disk: syncing thousands of files there costs nothing."""
     in_memory = Path("/dev/shm")
     return Path(tempfile.mkdtemp(prefix="autokern-torture-", dir=in_memory if in_memory.is_dir() else None))

@@ -111,7 +111,7 @@ _LIES: tuple[Decision, ...] = (
 
 def lying_locks(folder: Path) -> Iterator[Trial]:
     """Four processes cold on one key, while flock, or its release, or opening or closing the lock file lies or fails."""
-    for lie, when in itertools.product(_LIES, ("every flock", "every second flock", "open", "close", "unlock")):
+    for when, lie in itertools.product(("every flock", "open", "every second flock", "close", "unlock"), _LIES):
         yield functools.partial(_lie, lie, when)
 
 

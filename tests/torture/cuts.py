@@ -37,6 +37,7 @@ from tests.torture.places import command, in_child, make_ext4, private_mounts
 from torch_autokern.store import indexing
 
 Trial = Callable[[Path], list[str]]
+SABOTAGES = ("no file sync", "no folder sync")
 
 
 # -- the stream ----------------------------------------------------------------------------------------------------------
@@ -256,10 +257,10 @@ def _tree(folder: Path) -> dict[str, bytes | None]:
 @contextlib.contextmanager
 def _sabotaged(kind: str) -> Iterator[None]:
     """Switches one promise of the store off, to see that the campaign notices."""
-    if kind == "no file sync":
+    if kind == SABOTAGES[0]:
         with mock.patch("torch_autokern.store.files._sync_file", lambda _descriptor: None):
             yield
-    elif kind == "no folder sync":
+    elif kind == SABOTAGES[1]:
         with mock.patch("torch_autokern.store.files.sync_folders", lambda *_: None):
             with mock.patch("torch_autokern.store.indexing.sync_folders", lambda *_: None):
                 yield

@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import random
 import resource
 import signal
 import socket
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import TypeVar
 from unittest import mock
 
 from tests.torture.books import Books, Sample, faults, guarded, misread, open_at, sample
@@ -21,6 +23,7 @@ from torch_autokern.store.layout import lock_file, new_index_file, note_file, pe
 from torch_autokern.store.store import KernelStore, open_store
 
 Trial = Callable[[Path], list[str]]
+_Case = TypeVar("_Case")
 NOBODY, STRANGER = 65534, 54321
 _OLD, _OTHER, _NEW = sample(1), sample(2, 3), sample(3)
 _SECONDS = 20
@@ -138,10 +141,17 @@ _PLACES: dict[str, Callable[[Path], Path]] = {
 }
 
 
+def _shuffled(cases: Iterable[_Case]) -> list[_Case]:
+    """In an order that never changes, so that any part of them has some of each."""
+    ordered = list(cases)
+    random.Random(7).shuffle(ordered)
+    return ordered
+
+
 def hostile_places(folder: Path) -> Iterator[Trial]:
     """Every thing in every place, for root and for an ordinary user."""
     users = (0, NOBODY) if os.geteuid() == 0 else (os.geteuid(),)
-    for uid, place, thing in itertools.product(users, _PLACES, _THINGS):
+    for uid, place, thing in _shuffled(itertools.product(users, _PLACES, _THINGS)):
         if os.geteuid() == 0 or thing not in _ONLY_ROOT:
             yield functools.partial(_hostile, uid, place, thing)
 
@@ -250,7 +260,7 @@ _STATES = ("absent", "own 0700", "own 0755", "own 0500", "own 0000", "own 0777",
 def users(folder: Path) -> Iterator[Trial]:
     """Every umask, for root, an ordinary user and one without an account, with the folder in each state."""
     uids = (0, NOBODY, STRANGER) if os.geteuid() == 0 else (os.geteuid(),)
-    for uid, umask, state in itertools.product(uids, _UMASKS, _STATES):
+    for uid, umask, state in _shuffled(itertools.product(uids, _UMASKS, _STATES)):
         if os.geteuid() == 0 or state.startswith(("absent", "own")):
             yield functools.partial(_as_user, uid, umask, state)
 

@@ -26,7 +26,7 @@ from torch_autokern.store.workload import SCHEMA, Workload, load_workload
 
 Trial = Callable[[Path], list[str]]
 _IN_FOLDER_EVERY = 20  # the others are given to the parser without a disk
-_BATCH = 50
+BATCH = 50
 
 
 @functools.cache
@@ -83,11 +83,11 @@ def mutations(folder: Path) -> Iterator[Trial]:
 
 def _batch(kind: Callable[[random.Random, bool, Path], list[str]], number: int, folder: Path) -> list[str]:
     wrong: list[str] = []
-    for each in range(_BATCH):
-        chance = random.Random(number * _BATCH + each)
+    for each in range(BATCH):
+        chance = random.Random(number * BATCH + each)
         is_sealed = each % 3 == 2
         found = guarded(lambda chance=chance, is_sealed=is_sealed: kind(chance, is_sealed, folder))  # type: ignore[misc]
-        wrong += [f"{kind.__name__.strip('_')} {number * _BATCH + each}: {fault}" for fault in found]
+        wrong += [f"{kind.__name__.strip('_')} {number * BATCH + each}: {fault}" for fault in found]
     return wrong
 
 
