@@ -1,4 +1,4 @@
-"""Broken installs, each a named case: the import works, stock runs with stock's bits, and `autokern doctor` says why in a line."""
+"""Broken installs, each a named case: the import works, stock runs bit for bit, and `autokern doctor` says why."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What the public names do in a broken install: a program keeps running, in stock, and is told once what is missing.
 
-A deployment whose torch or msgspec is damaged must not learn it from a kernel library. Names that serve give back what they were
-given; names that a person asks for an answer raise ImportError with the reason.
+A deployment whose torch or msgspec is damaged must not learn it from a kernel library. Names that serve give back what they
+were given; names that a person asks for an answer raise ImportError with the reason.
 """
 
 from __future__ import annotations

@@ -191,17 +191,15 @@ def test_a_bucket_that_reaches_past_the_list_ends_with_it() -> None:
     raw = bytearray(encode_index(rows))
     names_length = int.from_bytes(raw[16:20], "little")
     bits = int.from_bytes(raw[12:16], "little")
-    for number in range(1, (1 << bits) + 1):
-        start = 20 + names_length + 4 * number
-        raw[start : start + 4] = b"\xff\xff\xff\xff"
-    index = RecordIndex(_resealed(raw))
-    assert [row.record_id for row in index.lookup(rows[0].key_digest)][:1] == [rows[0].record_id]
+    end = 20 + names_length + 4 * ((int(rows[0].key_digest[:8], 16) >> (32 - bits)) + 1)
+    raw[end : end + 4] = b"\xff\xff\xff\xff"
+    assert rows[0] in RecordIndex(_resealed(raw)).lookup(rows[0].key_digest)
 
 
-def test_an_index_folder_behind_a_link_is_not_read_and_not_emptied(root: Path, tmp_path: Path) -> None:
+def test_an_index_folder_behind_a_link_is_not_read_and_not_emptied(root: Path, memory_folder: Path) -> None:
     stored = open_at(root).publish(make_record(), make_data()).record_id
     open_at(root).index()
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere = memory_folder / "elsewhere"
     index_folder(root).rename(elsewhere)
     index_folder(root).symlink_to(elsewhere)
     before = sorted(elsewhere.iterdir())

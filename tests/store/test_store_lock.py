@@ -169,7 +169,9 @@ def test_a_child_that_leaves_the_parents_locked_block_does_not_release_it(root: 
     assert is_free(root)
 
 
-@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'filelock'"), OSError(errno.EMFILE, "Too many open files")])
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("No module named 'filelock'"), OSError(errno.EMFILE, "Too many open files")]
+)
 def test_a_lock_that_cannot_even_be_imported_is_gone_without(
     root: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:

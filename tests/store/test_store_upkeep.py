@@ -134,16 +134,16 @@ def test_clean_up_errors_are_never_fatal(root: Path, code: int) -> None:
             work()
 
 
-def test_a_folder_behind_a_link_is_never_cleaned_or_cleared(root: Path, tmp_path: Path) -> None:
+def test_a_folder_behind_a_link_is_never_cleaned_or_cleared(root: Path, memory_folder: Path) -> None:
     """Somebody moved a folder and put a link in its place: what lies there is theirs."""
     _fill(root)
-    elsewhere = tmp_path / "elsewhere"
+    elsewhere = memory_folder / "elsewhere"
     elsewhere.mkdir()
     for name in ("notes.json", "thesis.akr", "photo"):
         (elsewhere / name).write_text("mine")
     damaged_folder(root).symlink_to(elsewhere)
     keys = key_folder(root, DIGEST)
-    keys.rename(tmp_path / "moved")
+    keys.rename(memory_folder / "moved")
     keys.symlink_to(elsewhere)
     store = open_at(root)
     store.clean()

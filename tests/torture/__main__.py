@@ -58,7 +58,9 @@ def main(arguments: list[str]) -> int:
     if options.sabotage:
         folder_trials = {"power cuts, ext4": cuts.ext4_cuts, "power cuts, replayed": cuts.replayed_cuts}
         parts = [
-            msgspec.structs.replace(part, trials=lambda folder, trials=folder_trials[part.name]: trials(folder, options.sabotage))
+            msgspec.structs.replace(
+                part, trials=lambda folder, trials=folder_trials[part.name]: trials(folder, options.sabotage)
+            )
             for part in parts
             if part.name in folder_trials
         ]

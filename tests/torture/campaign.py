@@ -71,10 +71,16 @@ def _try(trial: Trial, folder: Path, figure: Figure, units: int) -> None:
     wrong = trial(folder)
     figure.trials += units
     figure.bad += bool(wrong)
-    figure.faults = (figure.faults + wrong[:_FAULTS_A_TRIAL])[:_FAULTS_KEPT]
+    figure.faults = (figure.faults + [_shortened(each) for each in wrong[:_FAULTS_A_TRIAL]])[:_FAULTS_KEPT]
     for name, count in TALLY.items():
         figure.also[name] = figure.also.get(name, 0) + count
     shutil.rmtree(folder / "store", ignore_errors=True)
+
+
+def _shortened(fault: str) -> str:
+    """The first line and the last two of a traceback."""
+    lines = fault.strip().splitlines()
+    return (" ... ".join([lines[0], *lines[-2:]]) if len(lines) > 3 else fault)[:600]
 
 
 def scratch_folder() -> Path:

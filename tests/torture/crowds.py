@@ -177,7 +177,7 @@ _CLOCKS = (0, 90_000, 1_500_000_000, (1 << 31) - 1, 1 << 31, (1 << 32) + 1, 8_27
 
 
 def clocks(folder: Path) -> Iterator[Trial]:
-    """Every pair of the process's clock and the disk's: at work, while cleaning, and with a merge in the middle of a publish."""
+    """Every pair of the process's clock and the disk's: at work, while cleaning, with a merge in the middle of a publish."""
     for now, disk in itertools.product(_CLOCKS, _CLOCKS):
         yield functools.partial(_clock, float(now), disk)
 

@@ -1,17 +1,18 @@
 """Power cuts: on a real ext4 image that stops dead, and by replaying a recorded stream of calls in every order a disk may keep.
 
 **Real.** A fresh ext4 image (a copy of one that `mkfs.ext4` made) is mounted through a loop device; a writer publishes and
-acknowledges; at a random moment the file system is shut down by ext4's own ioctl, journal not flushed, so that what the kernel
-held in memory is gone; then it is unmounted, `e2fsck -n` reads it, it is mounted again (the journal replays) and judged. This is
-how xfstests cuts the power (`godown`). It loses all that the kernel had not written; it cannot show a disk that acknowledges a
-flush and forgets it, or that tears a sector. It needs root and a loop device.
+acknowledges; at a random moment the file system is shut down by ext4's own ioctl, journal not flushed, so that what the
+kernel held in memory is gone. It is unmounted and mounted again (the journal replays), judged, and read by `e2fsck -n`. This
+is how xfstests cuts the power (`godown`). It loses all that the kernel had not written; it cannot show a disk that
+acknowledges a flush and forgets it, or that tears a sector. It needs root and a loop device.
 
 **Replayed.** The gate records every write, name and sync of a run. A cut at any moment keeps what the disk model allows:
 
-- `ordered`: ext4 in ordered mode with delayed allocation. Names change in the order in which they were changed, up to some moment
-  after the last sync (a sync of anything commits the journal); a file's bytes are there if it was synced, else none, a part or all.
-- `weakest`: what POSIX promises and no more. Each name is there only for sure once its own folder was synced, whatever became of
-  others; unsynced bytes may be missing, a part, zeros, or all there.
+- `ordered`: ext4 in ordered mode with delayed allocation. Names change in the order in which they were changed, up to some
+  moment after the last sync (a sync of anything commits the journal); a file's bytes are there if it was synced, else none, a
+  part or all.
+- `weakest`: what POSIX promises and no more. Each name is there only for sure once its own folder was synced, whatever became
+  of others; unsynced bytes may be missing, a part, zeros, or all there.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ SABOTAGES = ("no file sync", "no folder sync")
 
 
 class Event(NamedTuple):
-    """One change or one sync. `what`: mkdir, create, write, link, rename, unlink, rmdir, sync_file, sync_folder, ack. `path` is
-    relative to the recorded folder; `other` the second name or the acknowledged record; `inode` counts files in order of birth."""
+    """One change or one sync. `what`: mkdir, create, write, link, rename, unlink, sync_file, sync_folder, ack. `path` is
+    relative to the recorded folder; `other` the second name or the acknowledged record; `inode` counts files as they appear."""
 
     what: str
     path: str
@@ -55,8 +56,8 @@ class Event(NamedTuple):
 
 
 class _Recorder:
-    """Turns gated calls into events, knowing which names exist. Fault-free runs only: a call is taken to succeed unless its name
-    says that it cannot."""
+    """Turns gated calls into events, knowing which names exist. Fault-free runs only: a call is taken to succeed unless its
+    name says that it cannot."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = str(folder)

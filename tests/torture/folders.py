@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 from unittest import mock
 
-from tests.torture.books import Books, Sample, faults, guarded, misread, open_at, sample
+from tests.torture.books import Books, faults, guarded, misread, open_at, sample
 from tests.torture.places import as_user, in_child
 from torch_autokern.errors import StoreError
 from torch_autokern.store.folders import choose_folder
@@ -157,7 +157,8 @@ def hostile_places(folder: Path) -> Iterator[Trial]:
 
 
 def _hostile(uid: int, place: str, thing: str, folder: Path) -> list[str]:
-    """Prepared as this user (root may plant what others cannot), lived in by user `uid`, who must not hang or touch elsewhere."""
+    """Prepared as this user (root may plant what others cannot); user `uid` lives in it, without hanging or touching others'
+    files."""
     os.chmod(folder, 0o755)
     home = folder / "store"
     home.mkdir()
@@ -209,9 +210,9 @@ def _live_in(root: Path, home: Path, place: str, thing: str) -> list[str]:
         choice = choose_folder()
         store = open_store(choice=choice)
     wrong = []
-    if place == "the root" and thing not in ("an empty folder", "a folder full of names", "a deep folder"):
-        if choice.path == root and thing != "a folder of no mode":
-            wrong.append("the folder was taken for a store")
+    usable = ("an empty folder", "a folder full of names", "a deep folder", "a folder of no mode")  # the last only for root
+    if place == "the root" and thing not in usable and choice.path == root:
+        wrong.append("the folder was taken for a store")
     found, misreads = misread(store, (_OLD, _OTHER, _NEW))
     wrong += misreads
     if place == "a record" and thing in _NO_RECORD and _OLD.record_id in found:

@@ -1,10 +1,10 @@
 """A gate at the real system calls of a child: every call that touches a file waits until this side says what becomes of it.
 
-The kernel's seccomp user notification (Linux 5.9 and newer, `seccomp_unotify(2)`) stops the child *before* each call, so the
-gate needs no compiler, no `ptrace` and no privilege, and it sees the calls that libc makes inside `opendir` and `readdir`, which
-a preloaded library does not. A child stopped before call n + 1 has done exactly n calls: killing it there is a kill at any moment
-between the two, because nothing on a disk changes without a call. The one call that changes a disk in parts is `write`: the gate
-can do half of it and kill, or answer with the short count.
+The kernel's seccomp user notification (Linux 5.9 and newer, `seccomp_unotify(2)`) stops the child *before* each call. So the
+gate needs no compiler, no `ptrace` and no privilege, and it sees the calls that libc makes inside `opendir` and `readdir`,
+which a preloaded library does not. A child stopped before call n + 1 has done exactly n calls: killing it there is a kill at
+any moment between the two, because nothing on a disk changes without a call. The one call that changes a disk in parts is
+`write`: the gate can do half of it and kill, or answer with the short count.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import traceback
 from collections.abc import Callable
 from typing import NamedTuple
 
-# x86-64, arch/x86/entry/syscalls/syscall_64.tbl: every call by which a program reads or changes a file system or a descriptor of
-# one. Memory, signals, clocks and threads are left alone: stopping at them differs from stopping at the next of these in nothing.
+# x86-64, arch/x86/entry/syscalls/syscall_64.tbl: every call by which a program reads or changes a file system or a descriptor
+# of one. Memory, signals, clocks and threads are left alone: stopping there is the same as stopping at the next of these.
 CALLS = {
     0: "read", 1: "write", 2: "open", 3: "close", 4: "stat", 5: "fstat", 6: "lstat", 8: "lseek", 16: "ioctl", 17: "pread64",
     18: "pwrite64", 19: "readv", 20: "writev", 21: "access", 32: "dup", 33: "dup2", 40: "sendfile", 72: "fcntl", 73: "flock",
@@ -190,9 +190,7 @@ def _receive_listener(channel: socket.socket) -> int:
     return descriptors[0]
 
 
-def _answer_all(
-    listener: int, channel: socket.socket, decide: Callable[[Call], Decision], pid: int
-) -> tuple[list[str], bool]:
+def _answer_all(listener: int, channel: socket.socket, decide: Callable[[Call], Decision], pid: int) -> tuple[list[str], bool]:
     poll = select.poll()
     poll.register(listener, select.POLLIN)
     poll.register(channel, select.POLLIN)

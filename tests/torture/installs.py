@@ -259,7 +259,9 @@ CASES: dict[str, Case] = {
     "an extension of another ABI": Case(_extension(_undefined_symbol), "extension.*undefined symbol"),
     "another library in the extension's place": Case(_extension(_of_another_module), "extension"),
     "an extension that is a folder": Case(_extension(lambda path: (path.unlink(), path.mkdir())), "extension"),
-    "an extension that is a dangling link": Case(_extension(lambda path: (path.unlink(), path.symlink_to("gone"))), "extension"),
+    "an extension that is a dangling link": Case(
+        _extension(lambda path: (path.unlink(), path.symlink_to("gone"))), "extension"
+    ),
     "an extension for another torch": Case(_as_python("built_for_torch = '2.12.1+cpu'\n"), "extension.*2.12.1"),
     "an extension that raises": Case(_as_python("raise RuntimeError('static initialiser failed')\n"), "static initialiser"),
     # -- folders and accounts

@@ -1,7 +1,9 @@
 """Damaged files: records, lists, notes and workloads with bits flipped, cut, joined, swapped and sealed again.
 
-A reader may call such a file a miss, or read it where the bytes say the same; it must never give other bytes than were published
-and never raise. *Sealed again* means that the checksum was computed anew over the damage: it gets past the hash to the parser,
+A reader may call such a file a miss, or read it where the bytes say the same; it must never give other bytes than were
+published, and never raise.
+
+*Sealed again* means that the checksum was computed anew over the damage: it gets past the hash to the parser,
 as a fault in a writer of another version would.
 """
 
@@ -182,7 +184,7 @@ def _damaged_note(chance: random.Random, is_sealed: bool, folder: Path) -> list[
 
 
 def _damaged_workload(chance: random.Random, is_sealed: bool, folder: Path) -> list[str]:
-    """A workload file holds no proof, so it has no checksum: it is read where it still says a workload, else refused in words."""
+    """A workload file holds no proof, so it has no checksum: read where it still says a workload, else refused in words."""
     path = folder / "store.json"
     if not path.exists():
         Workload(SCHEMA, "2.13", "cpu", 2, 1.0, ()).save(path)

@@ -64,7 +64,7 @@ def as_user(uid: int, umask: int = 0o022) -> Callable[[], None]:
 
 
 def private_mounts() -> None:
-    """A `prepare` for `in_child`: mounts made from here on vanish with the child. Ordinary users become root of a user namespace.
+    """A `prepare` for `in_child`: mounts made from here on vanish with the child. Ordinary users become root of a namespace.
 
     Raises:
         OSError: this machine refuses.

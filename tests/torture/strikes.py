@@ -44,8 +44,8 @@ def _calls(scenario: Scenario, seed: int, folder: Path) -> tuple[str, ...]:
 
 
 def kill_points(folder: Path) -> Iterator[Trial]:
-    """SIGKILL before each call, and half way through each write. Every second round another process publishes, merges and cleans
-    in the same folder meanwhile."""
+    """SIGKILL before each call, and half way through each write. Every second round another process publishes, merges and
+    cleans in the same folder meanwhile."""
     for seed in itertools.count():
         for scenario in SCENARIOS:
             for number, name in enumerate(_calls(scenario, seed, folder)):
@@ -76,19 +76,29 @@ def _after(scenario: Scenario, root: Path, seed: int, books: Books, ended: Ended
 
 
 def errors(folder: Path) -> Iterator[Trial]:
-    """First every error at every call of a publish and of a read; then of everything else, each call with a few errors in turn:
-    once, from then on for ever, and after the call was made all the same. Short writes and calls that lie are among them."""
-    publish, read = SCENARIOS[0], next(each for each in SCENARIOS if each.name.startswith("read all"))
-    for scenario in (publish, read):
+    """First a dozen errors at every call of a publish and of a read; then every call of everything with one error in turn:
+    once, from then on for ever, and after the call was made all the same, short writes and lies among them; then all of these
+    at every call of a publish and of a read; then more turns."""
+    chief = SCENARIOS[0], next(each for each in SCENARIOS if each.name.startswith("read all"))
+    for scenario in chief:
+        for number in range(len(_calls(scenario, 0, folder))):
+            for code in ERRNOS[:12]:
+                yield functools.partial(_fail, scenario, 0, number, code, False)
+    yield from _turn(0, folder)
+    for scenario in chief:
         for number, name in enumerate(_calls(scenario, 0, folder)):
             for decision, for_ever in _errors_of(name):
                 yield functools.partial(_fail, scenario, 0, number, decision, for_ever)
-    for turn in itertools.count():
-        for scenario in SCENARIOS:
-            for number, name in enumerate(_calls(scenario, turn % 10, folder)):
-                kinds = list(_errors_of(name))
-                decision, for_ever = kinds[(turn * 7 + number * 5) % len(kinds)]
-                yield functools.partial(_fail, scenario, turn % 10, number, decision, for_ever)
+    for turn in itertools.count(1):
+        yield from _turn(turn, folder)
+
+
+def _turn(turn: int, folder: Path) -> Iterator[Trial]:
+    for scenario in SCENARIOS:
+        for number, name in enumerate(_calls(scenario, turn % 10, folder)):
+            kinds = list(_errors_of(name))
+            decision, for_ever = kinds[(turn * 7 + number * 5) % len(kinds)]
+            yield functools.partial(_fail, scenario, turn % 10, number, decision, for_ever)
 
 
 def _errors_of(name: str) -> Iterator[tuple[Decision, bool]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -23,9 +24,11 @@ from torch_autokern.store.record import decode_record
 
 ROOT = Path(__file__).parents[2]
 needs_gate = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
-_A_LITTLE = {"kill points": 70, "errors": 60, "power cuts, ext4": 1, "power cuts, replayed": 20, "mutations": 2000, "full disks": 4,
-             "full ext4": 1, "limits": 8, "hostile places": 12, "users and umasks": 12, "lying locks": 2, "clocks": 6,
-             "fork storms": 1, "two versions": 1}  # fmt: skip
+_A_LITTLE = {
+    "kill points": 70, "errors": 60, "power cuts, ext4": 1, "power cuts, replayed": 20, "mutations": 2000, "full disks": 4,
+    "full ext4": 1, "limits": 8, "hostile places": 12, "users and umasks": 12, "lying locks": 2, "clocks": 6,
+    "fork storms": 1, "two versions": 1,
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -46,12 +49,12 @@ def test_a_little_of_every_part(part: Part) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_the_short_form_finds_nothing_in_four_minutes(tmp_path: Path) -> None:
     file = tmp_path / "torture.json"
-    started = time.monotonic()
     command = [sys.executable, "-m", "tests.torture", "--short", "--json", str(file)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290)
-    seconds = time.monotonic() - started
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     figures = json.loads(file.read_text())["figures"]
     assert sum(figure["bad"] for figure in figures.values()) == 0
@@ -60,7 +63,7 @@ def test_the_short_form_finds_nothing_in_four_minutes(tmp_path: Path) -> None:
         assert figures["kill points"]["trials"] >= 2_000
         assert figures["power cuts, replayed"]["trials"] + figures["power cuts, ext4"]["trials"] >= 10
     assert figures["mutations"]["trials"] >= 50_000
-    assert seconds < 240
+    assert used.ru_utime + used.ru_stime < 240, "of the processor: how long that takes is up to who else is here"
 
 
 def test_a_part_goes_on_where_it_left_off(folder: Path) -> None:
@@ -137,7 +140,8 @@ def test_mutations_find_a_reader_that_does_not_hash(folder: Path) -> None:
         def hexdigest(self) -> object:
             return mock.ANY
 
-    with mock.patch("torch_autokern.store.record.hashlib.sha256", Agreeing), mock.patch(
-        "tests.torture.mutations.decode_record", decode_record
+    with (
+        mock.patch("torch_autokern.store.record.hashlib.sha256", Agreeing),
+        mock.patch("tests.torture.mutations.decode_record", decode_record),
     ):
         assert run_part(part, 200, Figure(), time.monotonic() + 60).bad > 0

@@ -133,7 +133,7 @@ class Session:
             try:
                 native.pool_set_limit(pool_limit_bytes())
             except InvalidInputError as error:
-                # A word in a shell must not stop a program that runs in stock as well; `autokern doctor` has it as a failing line.
+                # A word in a shell must not stop a program that runs in stock as well. `autokern doctor` has a failing line.
                 _LOG.warning("the pool is off: %s", error)
                 native.pool_set_limit(0)
             self.refresh()

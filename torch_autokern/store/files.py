@@ -83,7 +83,7 @@ def make_folders(root: Path, folder: Path) -> None:
         return
     if folder != root:
         make_folders(root, folder.parent)
-    elif not folder.parent.is_dir():
+    elif folder.parent != folder and not folder.parent.is_dir():  # a failing disk may deny even "/"
         make_folders(folder.parent, folder.parent)
     try:
         os.mkdir(folder, 0o700)

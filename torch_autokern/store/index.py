@@ -98,7 +98,7 @@ class RecordIndex:
         return tuple(row for row in found if row is not None)
 
     def _decode(self, row: tuple[Any, ...]) -> IndexRow | None:
-        """The row; None where it names what the file does not list, which a faulty writer may have sealed with a good checksum."""
+        """The row; None where it names what the file does not list: a faulty writer can seal that with a good checksum."""
         key, record, target, build, accuracy, determinism, *ratios = row
         limits = (len(self._targets), len(self._stock_builds), len(_ACCURACIES), len(_DETERMINISMS))
         if any(number >= limit for number, limit in zip((target, build, accuracy, determinism), limits, strict=True)):
