@@ -70,6 +70,37 @@ def test_a_file_that_grows_past_the_limit_while_it_is_read_is_not_used(tmp_path:
     assert isinstance(outcome, Unread) and outcome.kind == "unreadable"
 
 
+def _failing_folder_sync(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
+    real = getattr(os, name)
+
+    def fail(target: object, *args: object) -> object:
+        if os.path.isdir(str(target) if name == "open" else f"/proc/self/fd/{target}"):
+            raise OSError(code, os.strerror(code))
+        return real(target, *args)
+
+    monkeypatch.setattr(os, name, fail)
+
+
+@pytest.mark.parametrize("name", ["fsync", "open"])
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.ESTALE], ids=lambda code: errno.errorcode[code])
+def test_a_folder_that_fails_to_sync_is_not_called_durable(
+    store: KernelStore, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    """Found by a power cut: the disk failed between the record's name and the folder's sync, and the record was acknowledged."""
+    _failing_folder_sync(monkeypatch, name, code)
+    outcome = store.publish(make_record(), make_data())
+    assert (outcome.status, outcome.reason.endswith(os.strerror(code))) == ("memory_only", True)
+    assert len(list(store.records(DIGEST))) == 1
+
+
+@pytest.mark.parametrize(("name", "code"), [("fsync", errno.EINVAL), ("fsync", errno.ENOSYS), ("open", errno.EACCES)])
+def test_a_file_system_that_cannot_sync_folders_is_good_enough(
+    store: KernelStore, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    _failing_folder_sync(monkeypatch, name, code)
+    assert store.publish(make_record(), make_data()).status == "published"
+
+
 # -- folders -------------------------------------------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ _BINARY = getattr(os, "O_BINARY", 0)
 _HAS_OWNERS = hasattr(os, "geteuid")
 _NO_HARD_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_NOT_OURS_TO_OPEN = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _RETRY_BY_NAME = {errno.ESTALE, errno.EBUSY, errno.ENOENT}
 
 
@@ -63,7 +64,7 @@ def publish_file(path: Path, data: bytes, root: Path, *, replace: bool = False) 
     A folder that is wiped meanwhile is made again once.
 
     Raises:
-        OSError: nothing was published.
+        OSError: nothing was published, or it may not last.
     """
     try:
         made_visible = _publish_once(path, data, root, replace)
@@ -100,8 +101,12 @@ def make_folders(root: Path, folder: Path) -> None:
 def sync_folders(root: Path, folder: Path) -> None:
     """Make the names in `folder` and in every level up to `root`'s parent durable.
 
-    All levels, because another process may have made a folder and died before it synced the level above. A file system
-    that cannot sync a folder, or refuses to, costs durability across a power cut and nothing else, so errors are not raised.
+    All levels, because another process may have made a folder and died before it synced the level above. A file system that
+    cannot sync a folder, a level that may not be opened and one that is gone cost durability across a power cut and nothing
+    else, so they are not raised. An error of the disk is: who gets no error may tell others that the file will last.
+
+    Raises:
+        OSError: the names are there, and may not be after a power cut.
     """
     if not _HAS_OWNERS:
         return
@@ -109,12 +114,12 @@ def sync_folders(root: Path, folder: Path) -> None:
     for level in levels[: levels.index(root) + 2]:
         try:
             descriptor = os.open(level, os.O_RDONLY | _CLOSE_ON_EXEC | _FOLDER)
-        except OSError:
+        except OSError as error:
+            if error.errno not in _NOT_OURS_TO_OPEN:
+                raise
             continue
         try:
-            os.fsync(descriptor)
-        except OSError:
-            continue
+            _sync_file(descriptor)
         finally:
             _close_quietly(descriptor)
 
