@@ -86,7 +86,7 @@ def _failing_folder_sync(monkeypatch: pytest.MonkeyPatch, name: str, code: int) 
 def test_a_folder_that_fails_to_sync_is_not_called_durable(
     store: KernelStore, monkeypatch: pytest.MonkeyPatch, name: str, code: int
 ) -> None:
-    """Found by a power cut: the disk failed between the record's name and the folder's sync, and the record was acknowledged."""
+    """Found by a power cut: the disk failed between a record's name and its folder's sync, and yet it was acknowledged."""
     _failing_folder_sync(monkeypatch, name, code)
     outcome = store.publish(make_record(), make_data())
     assert (outcome.status, outcome.reason.endswith(os.strerror(code))) == ("memory_only", True)
