@@ -195,6 +195,28 @@ def test_a_list_that_is_merged_away_between_two_looks_is_looked_for_again(root: 
     assert [row.record_id for row in open_at(root).index().rows()] == [record_id]
 
 
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EPERM, errno.EIO], ids=lambda code: errno.errorcode[code])
+def test_a_list_that_can_neither_be_read_nor_looked_at_is_derived_anew(
+    root: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    record_id = open_at(root).publish(make_record(), make_data()).record_id
+    open_at(root).repair()
+
+    def failing(name: str) -> None:
+        real = getattr(os, name)
+
+        def fail(path: object, *args: object, **kwargs: object) -> object:
+            if str(path).endswith(".idx"):
+                raise OSError(code, os.strerror(code))
+            return real(path, *args, **kwargs)
+
+        monkeypatch.setattr(os, name, fail)
+
+    for name in ("open", "stat", "lstat"):
+        failing(name)
+    assert [row.record_id for row in open_at(root, writable=False).index().rows()] == [record_id]
+
+
 def test_lists_that_vanish_at_every_look_are_derived_anew(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record_id = open_at(root).publish(make_record(), make_data()).record_id
     open_at(root).repair()

@@ -113,7 +113,7 @@ def _read_lists(root: Path) -> tuple[list[Path], tuple[RecordIndex, ...]]:
         whole = tuple(index for index in listed if index is not None)
         if len(whole) == len(paths):
             return paths, whole
-        if all(index is not None or path.exists() for path, index in zip(paths, listed, strict=True)):
+        if all(index is not None or os.path.lexists(path) for path, index in zip(paths, listed, strict=True)):
             break  # damaged, not merged away by another process since the listing
     return paths, ()
 
