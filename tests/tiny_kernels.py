@@ -236,10 +236,7 @@ class Served:
 
     def put(self, key: KernelKey, *, plan: LaunchPlan | None = None, slots: Iterable[Slot] = EVERY_SLOT) -> Any:
         """Serve a key, by `plan_for` when no plan is given, in the slots given; returns the extension's kernel."""
-        return self.put_native(key, loaded(key, plan or plan_for(key)).native, slots=slots)
-
-    def put_native(self, key: KernelKey, native: Any, *, slots: Iterable[Slot] = EVERY_SLOT) -> Any:
-        """Serve a key by a kernel that is loaded already."""
+        native = loaded(key, plan or plan_for(key)).native
         native.quarantined = False
         self.put_native(key, native, slots)
         self.publish_table()

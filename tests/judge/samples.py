@@ -166,7 +166,7 @@ def _cpu_step(step: dict[str, Any]) -> Step:
 def _gpu_step(step: dict[str, Any]) -> Step:
     args: tuple[KernelArg, ...] = tuple(IntArg(int(word), 32) if word.isdigit() else _arg(word) for word in step["args"])
     triples = (tuple(step["grid"]), tuple(step["block"]))
-    return KernelStep(step["entry"], *triples, args, shared_bytes=step.get("shared_bytes", 0))  # type: ignore[arg-type]
+    return KernelStep(step["entry"], *triples, args, shared_bytes=step.get("shared_bytes", 0))
 
 
 def _arg(text: str) -> PointerArg:

@@ -152,7 +152,7 @@ class PropertyChecks:
     def results(self, inputs: InputSet) -> Results:
         """All results of one run."""
         results: Results = self._runner.once(inputs, "heap", POISONS[1])
-        self._notify("reference", own_work_s(self._task))
+        self._notify("reference", own_work_s(self.task))
         return results
 
     def _first(self, inputs: InputSet) -> torch.Tensor:

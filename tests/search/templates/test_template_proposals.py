@@ -120,7 +120,7 @@ def test_the_first_guess_fits_the_shape() -> None:
         "float64 norm",
         "transposed norm",
         "strided weight",
-    ],  # fmt: skip
+    ],
 )
 def test_what_a_template_cannot_serve_gets_no_candidate(key: KernelKey) -> None:
     assert propose(key, V4) == []
