@@ -26,7 +26,7 @@ from torch_autokern.judge.properties import PropertyChecks
 from torch_autokern.judge.state import StateChecks
 from torch_autokern.judge.verify import CandidateCode, FamilyReport, check_family
 from torch_autokern.judge.workspaces import load_candidate
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.store.key import DeviceType, KernelKey
 
 _LARGE_BYTES = 64 << 20
@@ -76,7 +76,7 @@ def serve(job: protocol.Job, binary: bytes, jobs: int, answers: int, cache_size:
         RefusedError: the candidate broke a rule.
         RuntimeError: the device, or our own code, failed.
     """
-    task = Task(SPECS[job.key.op], job.key, job.accuracy)
+    task = Task(spec_of(job.key), job.key, job.accuracy)
     _apply_flags(job.key, job.threads)
 
     def notify(phase: str, allowed_s: float) -> None:

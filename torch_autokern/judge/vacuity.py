@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_autokern.judge.accuracy import Task
+from torch_autokern.judge.functions import changed_arguments, truth_changes
 from torch_autokern.judge.memory import bits, same_bits
 from torch_autokern.judge.rows import permutable
+from torch_autokern.ops.function import FunctionSpec
 
 Tensors = Sequence[torch.Tensor | None]
 Results = tuple[torch.Tensor | None, ...]
@@ -29,15 +31,31 @@ def probes(task: Task, tensors: Tensors, stock: Tensors) -> dict[str, Results]:
         "zeros": torch.zeros_like(first),
         "constant": torch.full_like(first, float(torch.nan_to_num(first.double(), 0.0, 0.0, 0.0).mean())),
     }
-    for name, probe in _PROBES.items():
+    for name, probe in () if isinstance(task.spec, FunctionSpec) else _PROBES.items():
         result = probe(task, tensors, first)
         if result is not None and not same_bits(result.contiguous(), first.contiguous()):
             made[name] = result
+    if isinstance(task.spec, FunctionSpec):
+        made |= _of_function(task, task.spec, tensors, first)
     found: dict[str, Results] = {name: (value, *stock[1:]) for name, value in made.items()}
     for index, other in enumerate(stock[1:], start=1):
         if other is not None:
             found[f"zeros in output {index}"] = (*stock[:index], torch.zeros_like(other), *stock[index + 1 :])
     return found
+
+
+def _of_function(task: Task, spec: FunctionSpec, tensors: Tensors, first: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Probes of a whole function: a copy of an argument, and stock on arguments that were read wrongly and matter."""
+    changed = changed_arguments(spec, tensors)
+    changed["lower precision"] = [
+        t if t is None or i in spec.parameters or t.dtype not in _KEPT_BITS else _cut(t) for i, t in enumerate(tensors)
+    ]
+    copied = _copy_of_input(task, tensors, first)
+    made = {} if copied is None or same_bits(copied.contiguous(), first.contiguous()) else {"copy of the input": copied}
+    for name, read in changed.items():
+        if truth_changes(spec, task.key.scalars, tensors, read):
+            made[name] = spec.stock(read, task.key.scalars)[0]
+    return made
 
 
 def _copy_of_input(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Tensor | None:

@@ -7,8 +7,7 @@ import functools
 import msgspec
 import torch
 
-from torch_autokern.ops import SPECS
-from torch_autokern.ops.spec import op_index
+from torch_autokern.ops import SPECS, spec_for_words
 from torch_autokern.report.explanation import summarise_key
 from torch_autokern.runtime.extension import extension_state
 from torch_autokern.runtime.session import Session
@@ -82,10 +81,10 @@ def collect(session: Session) -> Stats:
         return Stats(session.unavailable or "", tuple(SPECS), 0, (), (), (), 0.0, 0.0, PoolStats(0, 0, 0, 0))
     names = native.reason_names
     ops = []
-    for spec, counts in zip(SPECS.values(), native.counts(), strict=True):
+    for name, counts in zip((*SPECS, "function"), native.counts(), strict=True):
         misses = {name: count for name, count in zip(names[1:], counts[1:], strict=True) if count}
         if sum(counts):
-            ops.append(OpStats(spec.name, sum(counts), counts[0], misses))
+            ops.append(OpStats(name, sum(counts), counts[0], misses))
     kernels = _kernels(session)
     cost = lookup_cost_us()
     missed_calls = sum(sum(op.misses.values()) for op in ops)
@@ -115,9 +114,8 @@ def _kernels(session: Session) -> tuple[KernelStats, ...]:
 
 
 def _missed(native: object) -> tuple[MissedKey, ...]:
-    specs = {spec.index: spec for spec in SPECS.values()}
     rows = [
-        MissedKey(summarise_key(specs[op_index(words)].decode(words, ())), reason, calls)
+        MissedKey(summarise_key(spec_for_words(words).decode(words, ())), reason, calls)
         for words, reason, calls in native.missed_keys()  # type: ignore[attr-defined]
     ]
     return tuple(sorted(rows, key=lambda row: (-row.calls, row.call))[:MAX_MISSED_KEYS])

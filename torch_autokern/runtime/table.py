@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.ops.spec import itemsize
 from torch_autokern.store.key import KernelKey, Target
 from torch_autokern.store.notes import Notes
@@ -120,7 +120,7 @@ def build_rows(servables: Sequence[Servable]) -> list[Row]:
     for servable in servables:
         key = servable.record.key
         place = servable.record.target.threads if key.device_type == "cpu" else servable.place
-        by_words.setdefault(SPECS[key.op].encode(key, place), []).append(servable)
+        by_words.setdefault(spec_of(key).encode(key, place), []).append(servable)
     rows: list[Row] = []
     for words, group in sorted(by_words.items()):
         slots = []
