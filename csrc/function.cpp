@@ -39,6 +39,10 @@ struct Function {
   size_t inputs, results;
   PyObject* body;    // (*tensors) -> tuple of `results` tensors
   PyObject* resolve; // (list of tensors) -> (low, high) or None
+
+  Function(std::string name, size_t inputs, size_t results, PyObject* body, PyObject* resolve)
+      : name(std::move(name)), inputs(inputs), results(results), body(body), resolve(resolve) {}
+
   std::vector<std::unique_ptr<torch::Library>> registrations;
   std::mutex layouts_mutex;
   std::atomic<const Layouts*> layouts{new Layouts}; // replaced whole; earlier ones are kept, a reader may be inside
@@ -143,6 +147,17 @@ void record(Function& function, const Results& tensors, const Results& results, 
   }
 }
 
+// Reads the body at these tensors' layouts, where that was not done yet.
+void learn(Function& function, const Results& tensors) {
+  Call call(kFunctionFamily);
+  std::array<const at::Tensor*, kMaxTensors> addresses{};
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    call.add(tensors[i]);
+    addresses[i] = &tensors[i];
+  }
+  identify(function, call, addresses.data());
+}
+
 Results run_body(const Function& function, const Results& tensors) {
   const py::gil_scoped_acquire gil;
   py::tuple arguments(tensors.size());
@@ -244,7 +259,7 @@ struct PyFunction {
     TORCH_CHECK_VALUE(
         inputs > 0 && inputs <= kMaxTensors && results > 0 && results <= kMaxTensors, name, " takes ", inputs,
         " tensors and returns ", results, "; an op takes and returns 1 to ", kMaxTensors);
-    function = new Function{std::move(name), inputs, results, body.inc_ref().ptr(), resolve.inc_ref().ptr()};
+    function = new Function(std::move(name), inputs, results, body.inc_ref().ptr(), resolve.inc_ref().ptr());
   }
 
   py::object attempt() const {
@@ -274,6 +289,9 @@ void bind_functions(py::module_& m) {
           [](const PyFunction& f, const Results& tensors, const Results& results, double seconds) {
             record(*f.function, tensors, results, seconds);
           },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "learn", [](const PyFunction& f, const Results& tensors) { learn(*f.function, tensors); },
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("layouts", [](const PyFunction& f) { return f.function->layouts.load()->size(); });
   m.attr("functions_asked") = py::reinterpret_steal<py::object>(PyCFunction_New(&asked_method, nullptr));

@@ -200,7 +200,7 @@ def kernel(target: Any = None, *, recompute: bool = False) -> Any:
     Raises:
         InvalidInputError: a target that is neither a function, a module nor a module's class.
     """
-    from torch_autokern.runtime.function import decorate
+    from torch_autokern.runtime.decorated import decorate
 
     if target is None:
         return functools.partial(decorate, recompute=recompute)

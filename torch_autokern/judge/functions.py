@@ -106,7 +106,7 @@ def _replaced(tensors: Tensors, index: int, value: torch.Tensor) -> Tensors:
 
 def served_call(spec: FunctionSpec, key: KernelKey) -> Callable[..., Any]:
     """A decorated function of this graph as a program calls it, with all that the decoration costs: what timing calls."""
-    from torch_autokern.runtime.function import fixed_function
+    from torch_autokern.runtime.decorated import fixed_function
 
     graph: Graph | None = spec.graph
     assert graph is not None

@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from torch_autokern.build.candidate import BINARY_BLOBS, Artifact, Candidate, Language, source_blob
-from torch_autokern.errors import InvalidInputError, PlanError
+from torch_autokern.errors import BodyError, InvalidInputError, PlanError
 from torch_autokern.judge.accuracy import Task
 from torch_autokern.judge.collect import collect, make_job, new_seed
 from torch_autokern.judge.device import cache_bytes
@@ -23,7 +23,7 @@ from torch_autokern.judge.protocol import Trial
 from torch_autokern.judge.speed import Speed, speed_of, timing
 from torch_autokern.judge.verdict import STATE_SEEDS
 from torch_autokern.judge.workspaces import load_candidate
-from torch_autokern.ops import SPECS, spec_of
+from torch_autokern.ops import spec_of
 from torch_autokern.runtime.plan import decode_plan
 from torch_autokern.store.key import Target
 from torch_autokern.store.record import FamilyError, KernelRecord, StoredRecord, Timing

@@ -45,17 +45,22 @@ def probes(task: Task, tensors: Tensors, stock: Tensors) -> dict[str, Results]:
 
 
 def _of_function(task: Task, spec: FunctionSpec, tensors: Tensors, first: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Probes of a whole function: a copy of an argument, and stock on arguments that were read wrongly and matter."""
+    """Probes of a whole function: zeros, a constant, a copy of an argument, and stock on arguments that were read wrongly and
+    matter. NaN and infinities stay where stock has them, so that they are not what refuses a probe."""
+    finite = torch.isfinite(first)
+    middle = first[finite].double().mean() if bool(finite.any()) else torch.zeros(())
     changed = changed_arguments(spec, tensors)
     changed["lower precision"] = [
         t if t is None or i in spec.parameters or t.dtype not in _KEPT_BITS else _cut(t) for i, t in enumerate(tensors)
     ]
     copied = _copy_of_input(task, tensors, first)
-    made = {} if copied is None or same_bits(copied.contiguous(), first.contiguous()) else {"copy of the input": copied}
+    made = {"zeros": torch.zeros_like(first), "constant": torch.full_like(first, float(middle))}
+    if copied is not None and not same_bits(copied.contiguous(), first.contiguous()):
+        made["copy of the input"] = copied
     for name, read in changed.items():
         if truth_changes(spec, task.key.scalars, tensors, read):
             made[name] = spec.stock(read, task.key.scalars)[0]
-    return made
+    return {name: torch.where(finite, value, first) for name, value in made.items()}
 
 
 def _copy_of_input(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Tensor | None:

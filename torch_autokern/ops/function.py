@@ -96,7 +96,7 @@ class FunctionSpec(OpSpec):
             outputs=tuple(None if t is None else tensor_key(t) for t in results),
             flush_denormal=flush_denormal,
             mkldnn=torch._C._get_mkldnn_enabled(),
-            matmul_precision=matmul_precision(first, any_dtype=True),
+            matmul_precision=matmul_precision("cuda" if first.is_cuda else "cpu"),
         )
 
     def stock_outputs(self, key: KernelKey) -> tuple[TensorKey | None, ...]:

@@ -25,13 +25,15 @@ MAX_TENSORS = 16  # kMaxTensors in csrc/call.h
 _OP = re.compile(r"aten\.([a-z_][a-z0-9_]*)\.([A-Za-z_][A-Za-z0-9_]*)")
 _WORDS = ("none", "tanh", "trunc", "floor")  # GELU's approximation and division's rounding are all that is said in words
 # ATen ops beside those that PyTorch tags `core`: what a body's calls become and what their gradients need.
-_FURTHER = frozenset(
-    """_unsafe_view t transpose detach alias silu mish softplus hardswish hardsigmoid elu celu selu sum mean prod amax amin max min var addcmul addcdiv lerp norm
-    linalg_vector_norm std var_mean std_mean stack split split_with_sizes unbind tril triu diagonal diag_embed frac xlogy
-    mse_loss smooth_l1_loss huber_loss binary_cross_entropy linear mv addmv dot outer zeros ones zeros_like ones_like
-    full_like eye threshold narrow roll rsub logsumexp log_sigmoid_forward logaddexp square _fused_rms_norm
-    linalg_cross cumprod aminmax nansum new_zeros new_ones new_full""".split()
-)
+_FURTHER = frozenset({
+    "_unsafe_view", "t", "transpose", "detach", "alias", "silu", "mish", "softplus", "hardswish", "hardsigmoid", "elu",
+    "celu", "selu", "sum", "mean", "prod", "amax", "amin", "max", "min", "var", "addcmul", "addcdiv", "lerp", "norm",
+    "linalg_vector_norm", "std", "var_mean", "std_mean", "stack", "split", "split_with_sizes", "unbind", "tril", "triu",
+    "diagonal", "diag_embed", "frac", "xlogy", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
+    "linear", "mv", "addmv", "dot", "outer", "zeros", "ones", "zeros_like", "ones_like", "full_like", "eye", "threshold",
+    "narrow", "roll", "rsub", "logsumexp", "log_sigmoid_forward", "logaddexp", "square", "_fused_rms_norm",
+    "linalg_cross", "cumprod", "aminmax", "nansum", "new_zeros", "new_ones", "new_full",
+})  # fmt: skip
 _NEVER = frozenset({"from_file", "empty", "empty_like", "empty_strided", "new_empty", "resize", "item", "_local_scalar_dense"})
 _WIDE = {torch.float16, torch.bfloat16, torch.float32}
 _HALF_TO_FLOAT = {"_softmax": 2, "_log_softmax": 2}
@@ -145,7 +147,9 @@ class Program:
         """The results, always as a tuple."""
         return self.observed(None, *tensors)
 
-    def observed(self, see: Callable[[str, Sequence[Any], Any], None] | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def observed(
+        self, see: Callable[[str, Sequence[Any], Any], None] | None, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         """The results; `see` is told every op's name, arguments and result."""
         values: list[Any] = list(tensors)
         device = tensors[0].device
@@ -172,7 +176,9 @@ class Program:
         places: list[tuple[int, Any]] = []
         for place, value in enumerate(args):
             make = self._value(value, number, refs)
-            is_constant = not isinstance(value, list | tuple | dict) or (isinstance(value, dict) and not value.keys() & {"n", "d"})
+            is_constant = not isinstance(value, list | tuple | dict) or (
+                isinstance(value, dict) and not value.keys() & {"n", "d"}
+            )
             template.append(self._constant(value) if is_constant else None)
             if not is_constant:
                 places.append((place, value["n"] if isinstance(value, dict) and value.keys() == {"n"} else make))
@@ -221,9 +227,7 @@ def _pick(values: Sequence[Any], value: dict[str, int]) -> Any:
     return found[value["o"]] if "o" in value else found
 
 
-def capture(
-    body: Callable[..., Any], tensors: Sequence[torch.Tensor], parameters: Sequence[int] = ()
-) -> Graph:
+def capture(body: Callable[..., Any], tensors: Sequence[torch.Tensor], parameters: Sequence[int] = ()) -> Graph:
     """Read a body by running it once on tensors without data. `body` takes the tensors and returns one or a tuple of them.
 
     Raises:

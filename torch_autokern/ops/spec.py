@@ -124,7 +124,7 @@ class OpSpec:
             outputs=tuple(None if t is None else tensor_key(t) for t in results),
             flush_denormal=flush_denormal,
             mkldnn=torch._C._get_mkldnn_enabled(),
-            matmul_precision=matmul_precision(first) if self.uses_matmul_precision else "ieee",
+            matmul_precision=_precision_of(first) if self.uses_matmul_precision else "ieee",
         )
 
     def stock_outputs(self, key: KernelKey) -> tuple[TensorKey | None, ...]:
@@ -214,12 +214,15 @@ def _key(
     )
 
 
-def matmul_precision(first: torch.Tensor, *, any_dtype: bool = False) -> str:
-    """What the router reads: it matters to float32 products only, and unset means IEEE."""
-    if first.dtype != torch.float32 and not any_dtype:
-        return "ieee"
-    precision = str(torch._C._get_fp32_precision_getter("cuda" if first.is_cuda else "mkldnn", "matmul"))
+def matmul_precision(device_type: DeviceType) -> str:
+    """What the router reads of float32 products' precision; unset means IEEE."""
+    precision = str(torch._C._get_fp32_precision_getter("cuda" if device_type == "cuda" else "mkldnn", "matmul"))
     return precision if precision in ("tf32", "bf16") else "ieee"
+
+
+def _precision_of(first: torch.Tensor) -> str:
+    """It matters to float32 products only."""
+    return matmul_precision("cuda" if first.is_cuda else "cpu") if first.dtype == torch.float32 else "ieee"
 
 
 def op_index(words: Sequence[int]) -> int:

@@ -17,16 +17,18 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import torch
 from torch import nn
 
-from torch_autokern.errors import BodyError, InvalidInputError
+from torch_autokern.errors import BodyError
 from torch_autokern.ops.function import GRAPH, function_name, function_spec, is_function, op_name
-from torch_autokern.ops.graph import MAX_TENSORS, Graph, Program, capture, graph_words, read_graph
+from torch_autokern.ops.graph import MAX_TENSORS, Graph, capture, graph_words, read_graph
+from torch_autokern.ops.spec import matmul_precision
 from torch_autokern.runtime.extension import extension_state
 from torch_autokern.runtime.session import session
 from torch_autokern.runtime.watched import Surroundings, read_surroundings
-from torch_autokern.store.key import KernelKey
+from torch_autokern.store.key import DeviceType, KernelKey, TensorKey
 
 MAX_VARIANTS = 32
 _TENSOR = "tensor"
@@ -39,7 +41,8 @@ class Variant:
     """A function with one structure of arguments (which are tensors, and the values of all others) under one set of modes."""
 
     def __init__(
-        self, function: Function, structure: Structure, modes: _Modes, samples: Sequence[torch.Tensor], graph: Graph | None = None
+        self, function: Function, structure: Structure, modes: _Modes, samples: Sequence[torch.Tensor],
+        graph: Graph | None = None,
     ) -> None:  # fmt: skip
         """`graph`: what it is at every layout, instead of what the body says; for a function that is made from a graph."""
         self.function, self.structure, self.modes = function, structure, modes
@@ -47,9 +50,7 @@ class Variant:
         self.graph = graph or self._read(samples)
         native = extension_state().module
         assert native is not None
-        self.native = native.Function(
-            function.name, self.graph.inputs, len(self.graph.outputs), self.body, self._resolve
-        )
+        self.native = native.Function(function.name, self.graph.inputs, len(self.graph.outputs), self.body, self._resolve)
         self.attempt: Callable[..., tuple[torch.Tensor, ...] | None] = self.native.attempt
 
     def body(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -86,9 +87,7 @@ class Variant:
         torch.library.register_autograd(f"autokern::{name}", backward, setup_context=save, lib=_operators())
         return getattr(torch.ops.autokern, name)  # type: ignore[no-any-return]
 
-    def gradients(
-        self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor | None, ...]:
+    def gradients(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
         """Vector-Jacobian product of the body, computed again from its arguments; differentiable again."""
         places = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
 
@@ -127,7 +126,7 @@ class Variant:
                 with FakeTensorMode():
                     fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
                 found.append(capture(self._plain, fakes, parameters))
-            except BaseException as error:
+            except BaseException as error:  # noqa: BLE001 - raised again in the caller
                 found.append(error)
 
         thread = threading.Thread(target=read, name="torch_autokern reads a function")
@@ -168,7 +167,9 @@ class _Modes(tuple[Any, ...]):
 class Function:
     """One decorated function, or one module with a decorated `forward`."""
 
-    def __init__(self, body: Callable[..., Any], name: str, module: nn.Module | None = None, *, recompute: bool = False) -> None:
+    def __init__(
+        self, body: Callable[..., Any], name: str, module: nn.Module | None = None, *, recompute: bool = False
+    ) -> None:
         self.body = body
         self.name = function_name(name)
         self.recompute = recompute
@@ -232,16 +233,31 @@ class Function:
         return functools.partial(self.body, _shadow(module, swap))
 
     def key(self, *args: Any, **kwargs: Any) -> KernelKey:
-        """The key of a call, with the layouts that the results have.
+        """The key of a call, its tensors aligned as the allocator does: nothing is computed, so tensors may have no data.
 
         Raises:
             BodyError: the call cannot be one op.
         """
         tensors: list[torch.Tensor] = []
         structure = self._structure(args, kwargs, tensors)
-        variant = Variant(self, structure, _Modes.now(tensors[0].device.type), tensors)
-        spec = function_spec(op_name(self.name, variant.graph), variant.graph.text)
-        return spec.key(tensors, {})
+        device_type: DeviceType = "cuda" if tensors[0].is_cuda else "cpu"
+        graph = Variant(self, structure, _Modes.now(device_type), tensors).graph
+        spec = function_spec(op_name(self.name, graph), graph.text)
+        layouts = []
+        for tensor in tensors:
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            alignment = 16 if device_type == "cuda" else tensor.element_size()
+            layouts.append(TensorKey(dtype, tuple(tensor.shape), tuple(tensor.stride()), alignment))
+        without_results = KernelKey(
+            op=spec.name,
+            device_type=device_type,
+            tensors=tuple(layouts),
+            scalars={GRAPH: graph.text},
+            outputs=(None,) * len(graph.outputs),
+            mkldnn=torch._C._get_mkldnn_enabled(),
+            matmul_precision=matmul_precision(device_type),
+        )
+        return msgspec.structs.replace(without_results, outputs=spec.stock_outputs(without_results))
 
     def _served(self, variant: Variant, tensors: list[torch.Tensor], plain: Any, args: Any, kwargs: Any) -> Any:
         if self.recompute and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
@@ -250,6 +266,7 @@ class Function:
         return plain(*args, **kwargs) if made is None else variant.results(made)
 
     def _recorded(self, variant: Variant, tensors: list[torch.Tensor], plain: Any, args: Any, kwargs: Any) -> Any:
+        variant.native.learn(tensors)  # reading the body at a new layout is no part of the call's time
         begin = time.perf_counter()
         result = self._served(variant, tensors, plain, args, kwargs)
         spent = time.perf_counter() - begin
@@ -349,106 +366,6 @@ class _Recompute(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         return (None, *ctx.variant.gradients(ctx.saved_tensors, gradients))
-
-
-class KernelForward:
-    """What stands in a decorated module's `forward`: copies and saved modules carry it along, bound to the copy."""
-
-    def __init__(self, module: nn.Module, recompute: bool = False) -> None:
-        self._owner = weakref.ref(module)
-        self._recompute = recompute
-        kind = type(module)
-        self._function = Function(kind.forward, f"{kind.__module__}.{kind.__qualname__}", module, recompute=recompute)
-        self._plain: Callable[..., Any] = functools.partial(_forward_of, self._owner)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return self._function.traced(self._plain, args, kwargs)
-        return self._function(self._plain, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> KernelForward:
-        module = self._owner()
-        return KernelForward(memo.get(id(module), module) if module is not None else nn.Identity(), self._recompute)
-
-    def __reduce__(self) -> tuple[type[KernelForward], tuple[nn.Module | None, bool]]:
-        return KernelForward, (self._owner(), self._recompute)
-
-
-def _forward_of(owner: weakref.ref[nn.Module], *args: Any, **kwargs: Any) -> Any:
-    module = owner()
-    assert module is not None
-    return type(module).forward(module, *args, **kwargs)
-
-
-def decorate(target: Any, *, recompute: bool = False) -> Any:
-    """`api.kernel`, after its overloads."""
-    if isinstance(target, nn.Module):
-        target.forward = KernelForward(target, recompute)
-        return target
-    if isinstance(target, type) and issubclass(target, nn.Module):
-        return _decorated_class(target, recompute)
-    if not callable(target):
-        raise InvalidInputError(f"kernel() takes a function, a module or a module's class, got {type(target).__name__}")
-    return _decorated_function(target, recompute)
-
-
-def _decorated_function(body: Callable[..., Any], recompute: bool) -> Callable[..., Any]:
-    name = f"{getattr(body, '__module__', '')}.{getattr(body, '__qualname__', type(body).__name__)}"
-    function = Function(body, name, recompute=recompute)
-
-    @functools.wraps(body)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return function.traced(body, args, kwargs)
-        return function(body, args, kwargs)
-
-    call.autokern_function = function  # type: ignore[attr-defined]
-    return call
-
-
-def _decorated_class(kind: type[nn.Module], recompute: bool) -> type[nn.Module]:
-    body = kind.forward
-    functions: weakref.WeakKeyDictionary[nn.Module, Function] = weakref.WeakKeyDictionary()
-    name = f"{kind.__module__}.{kind.__qualname__}"
-
-    @functools.wraps(body)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        function = functions.get(self)
-        if function is None:
-            function = functions.setdefault(self, Function(body, name, self, recompute=recompute))
-        if torch.compiler.is_compiling():
-            return function.traced(functools.partial(body, self), args, kwargs)
-        return function(functools.partial(body, self), args, kwargs)
-
-    kind.forward = forward  # type: ignore[method-assign]
-    return kind
-
-
-def fixed_function(graph: Graph, name: str) -> Callable[..., Any]:
-    """A decorated function that computes a graph, at the layouts that the graph is for: what the judge serves and times."""
-    program = Program(graph)
-
-    def body(*tensors: torch.Tensor) -> Any:
-        made = program(*tensors)
-        return made[0] if graph.single else made
-
-    call = _decorated_function(body, recompute=False)
-    function = function_of(call)
-    function.name, function.fixed = name, graph
-    return call
-
-
-def function_of(target: Any) -> Function:
-    """The function behind something that `kernel` decorated.
-
-    Raises:
-        InvalidInputError: it is not decorated.
-    """
-    forward = target.__dict__.get("forward") if isinstance(target, nn.Module) else target
-    found = getattr(forward, "autokern_function", None) or getattr(forward, "_function", None)
-    if not isinstance(found, Function):
-        raise InvalidInputError(f"{target!r} is not decorated; call kernel() on it first")
-    return found
 
 
 def _shadow(module: nn.Module, swap: dict[int, torch.Tensor]) -> nn.Module:

@@ -102,7 +102,9 @@ class Surroundings:
             self.add_function(value)
         elif isinstance(value, list | tuple | dict | set | frozenset) and _is_plain(value):
             self._equal.append((now, copy.deepcopy(value)))
-        elif isinstance(value, nn.Module) or _is_library(type(value).__module__) or _is_library(getattr(value, "__module__", "")):
+        elif (
+            isinstance(value, nn.Module) or _is_library(type(value).__module__) or _is_library(getattr(value, "__module__", ""))
+        ):
             return  # a child, whose attributes are listed by `add_module`, or a library's own object
         else:
             raise BodyError(f"{reader} reads a {type(value).__name__}, whose contents could change unseen; pass numbers in")
