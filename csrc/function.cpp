@@ -237,7 +237,8 @@ PyObject* attempt_from_python(PyObject* capsule, PyObject* const* args, Py_ssize
   END_HANDLE_TH_ERRORS
 }
 
-// functions_asked(): 0 where every function runs its body, else bit 0: this thread is served, bit 1: calls are recorded.
+// functions_asked(): 0 where every function runs its body, else bit 0: this thread is served, bit 1: calls are
+// recorded.
 PyObject* functions_asked(PyObject* /*self*/, PyObject* /*none*/) {
   long bits = recording.load(std::memory_order_relaxed) ? 2 : 0;
   if (functions_watched.load(std::memory_order_relaxed)) {
