@@ -147,17 +147,6 @@ void record(Function& function, const Results& tensors, const Results& results, 
   }
 }
 
-// Reads the body at these tensors' layouts, where that was not done yet.
-void learn(Function& function, const Results& tensors) {
-  Call call(kFunctionFamily);
-  std::array<const at::Tensor*, kMaxTensors> addresses{};
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    call.add(tensors[i]);
-    addresses[i] = &tensors[i];
-  }
-  identify(function, call, addresses.data());
-}
-
 Results run_body(const Function& function, const Results& tensors) {
   const py::gil_scoped_acquire gil;
   py::tuple arguments(tensors.size());
@@ -290,9 +279,6 @@ void bind_functions(py::module_& m) {
           [](const PyFunction& f, const Results& tensors, const Results& results, double seconds) {
             record(*f.function, tensors, results, seconds);
           },
-          py::call_guard<py::gil_scoped_release>())
-      .def(
-          "learn", [](const PyFunction& f, const Results& tensors) { learn(*f.function, tensors); },
           py::call_guard<py::gil_scoped_release>())
       .def_property_readonly("layouts", [](const PyFunction& f) { return f.function->layouts.load()->size(); });
   m.attr("functions_asked") = py::reinterpret_steal<py::object>(PyCFunction_New(&asked_method, nullptr));

@@ -40,10 +40,9 @@ enum class Miss : uint8_t {
   kCount
 };
 constexpr std::array<const char*, static_cast<size_t>(Miss::kCount)> kReasonNames = {
-    "hit",         "subclass",   "layout",      "dtype",           "rank",      "empty",
-    "device",      "out_layout", "out_overlap", "flag_unreadable", "no_record", "accuracy",
-    "determinism", "regime",     "quarantined", "out_of_memory",   "reentrant", "launch_failed",
-    "body",        "gradient"};
+    "hit",         "subclass",      "layout",          "dtype",         "rank",     "empty",       "device",
+    "out_layout",  "out_overlap",   "flag_unreadable", "no_record",     "accuracy", "determinism", "regime",
+    "quarantined", "out_of_memory", "reentrant",       "launch_failed", "body",     "gradient"};
 
 constexpr uint64_t kTensorTag = uint64_t{1} << 63;
 constexpr int64_t kMaxRank = 8;

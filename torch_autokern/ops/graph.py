@@ -32,7 +32,8 @@ _FURTHER = frozenset({
     "diagonal", "diag_embed", "frac", "xlogy", "mse_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy",
     "linear", "mv", "addmv", "dot", "outer", "zeros", "ones", "zeros_like", "ones_like", "full_like", "eye", "threshold",
     "narrow", "roll", "rsub", "logsumexp", "log_sigmoid_forward", "logaddexp", "square", "_fused_rms_norm",
-    "linalg_cross", "cumprod", "aminmax", "nansum", "new_zeros", "new_ones", "new_full",
+    "linalg_cross", "masked_fill", "clamp_min", "clamp_max", "cumprod", "aminmax", "nansum", "new_zeros",
+    "new_ones", "new_full",
 })  # fmt: skip
 _NEVER = frozenset({"from_file", "empty", "empty_like", "empty_strided", "new_empty", "resize", "item", "_local_scalar_dense"})
 _WIDE = {torch.float16, torch.bfloat16, torch.float32}
@@ -98,6 +99,13 @@ def read_graph(text: str) -> Graph:
     return graph
 
 
+@functools.cache
+def _is_core(name: str) -> bool:
+    """Whether PyTorch tags one of an op's overloads as core; the tag is missing on overloads that say the same."""
+    packet = getattr(torch.ops.aten, name)
+    return any(torch.Tag.core in getattr(packet, overload).tags for overload in packet.overloads())
+
+
 def overload_of(name: str) -> torch._ops.OpOverload:
     """The ATen overload of a node.
 
@@ -115,7 +123,7 @@ def overload_of(name: str) -> torch._ops.OpOverload:
         raise BodyError(f"{name} depends on the values of tensors: the function is not the same at every call")
     if found._schema.is_mutable:
         raise BodyError(f"{name} writes one of its arguments: a function that does cannot be one op")
-    if match[1] in _NEVER or not (torch.Tag.core in tags or match[1] in _FURTHER):
+    if match[1] in _NEVER or not (match[1] in _FURTHER or _is_core(match[1])):
         raise BodyError(f"{name} is not among the ops that graphs may call")
     return found
 
