@@ -225,6 +225,16 @@ def test_copies_and_saved_modules_carry_the_decoration_to_themselves(table: Tabl
             assert bool((module(x) == 42).all())
 
 
+def test_a_module_whose_attributes_were_copied_whole_runs_itself(table: Table, x: torch.Tensor) -> None:
+    module = ak.kernel(RMSNorm())
+    table.serve(function_of(module).key(x))
+    replica = module._replicate_for_data_parallel()
+    replica.eps = 1e-2
+    with ak.enabled():
+        assert torch.equal(replica(x), body(x, 1e-2))
+        assert bool((module(x) == 42).all())
+
+
 def test_parameters_are_arguments_of_a_modules_op(table: Table) -> None:
     module = ak.kernel(nn.Linear(6, 5))
     key = function_of(module).key(torch.randn(3, 6))

@@ -119,7 +119,17 @@ def test_the_suites_rule_passes_what_the_judge_refuses(problems: Path, tmp_path:
     for name, body in bodies.items():
         (solutions / name).write_text(head + body + "\n")
         (chosen / name).write_text((problems / name).read_text())
-    command = [sys.executable, "-m", "benchmarks.kernelbench", str(chosen), "--solutions", str(solutions), "--json", "--modes", ""]
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.kernelbench",
+        str(chosen),
+        "--solutions",
+        str(solutions),
+        "--json",
+        "--modes",
+        "",
+    ]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=250, env={**os.environ, "PYTHONPATH": str(ROOT)}
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -28,6 +29,9 @@ class KernelForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return self._function.traced(self._plain, args, kwargs)
+        caller = sys._getframe(1).f_locals.get("self")  # the module whose `forward` this is, as `nn.Module._call_impl` knows it
+        if isinstance(caller, nn.Module) and caller is not self._owner() and caller.__dict__.get("forward") is self:
+            return type(caller).forward(caller, *args, **kwargs)  # its `__dict__` was copied whole, as DataParallel does
         return self._function(self._plain, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KernelForward:

@@ -178,6 +178,7 @@ class Function:
         self._module = None if module is None else weakref.ref(module)
         self._variants: dict[Any, Variant | None] = {}
         self._surroundings: Surroundings | None = None
+        self._is_refused = False  # what it reads cannot be watched: its body runs, now and later
         self._lock = threading.RLock()
         native = extension_state().module
         self._asked: Callable[[], int] = native.functions_asked if native else lambda: 0
@@ -193,7 +194,7 @@ class Function:
     def __call__(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the function; `plain` is the body bound as the caller knows it."""
         asked = self._asked()
-        if not asked or getattr(_reading, "depth", 0) or torch._C._is_torch_function_mode_enabled():
+        if not asked or self._is_refused or getattr(_reading, "depth", 0) or torch._C._is_torch_function_mode_enabled():
             return plain(*args, **kwargs)
         tensors: list[torch.Tensor] = []
         variant = self._variant(args, kwargs, tensors)
@@ -318,7 +319,7 @@ class Function:
             try:
                 self._surroundings = read_surroundings(self.body, module)
             except BodyError as error:
-                self._surroundings = None
+                self._surroundings, self._is_refused = None, True
                 self._refuse(error)
 
     def _refuse(self, error: Exception) -> None:
