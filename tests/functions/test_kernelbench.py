@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from benchmarks import kernelbench, kernelbench_problems
 from benchmarks.kernelbench_worker import Row
-
 from torch_autokern.errors import InvalidInputError
 from torch_autokern.ops import spec_of
 from torch_autokern.search.problem import load_problem
