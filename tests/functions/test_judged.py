@@ -69,7 +69,9 @@ BODIES = {
 }
 
 
-@pytest.mark.parametrize("name", BODIES)
+@pytest.mark.parametrize(
+    "name", [name if name == "rms norm" else pytest.param(name, marks=pytest.mark.long) for name in BODIES]
+)
 def test_the_body_itself_passes_its_own_judgement_and_no_probe_does(name: str) -> None:
     body, shapes = BODIES[name]
     task, _ = task_of(body, *[torch.randn(shape) for shape in shapes])
@@ -80,20 +82,23 @@ def _of(body: object) -> object:
     return lambda *t: (body(*t),)  # type: ignore[operator]
 
 
+WRONG = [
+    ("rms norm", lambda x: torch.zeros_like(x)),
+    ("rms norm", lambda x: x.clone()),
+    ("rms norm", lambda x: x / torch.sqrt(torch.mean(x[:, :-1] ** 2, dim=1, keepdim=True) + 1e-5)),
+    ("rms norm", lambda x: (x.bfloat16() / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-5)).float()),
+    ("rms norm", lambda x: x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-4)),
+    ("softmax of a scaled product", lambda a, b: torch.softmax((a.bfloat16() @ b.bfloat16()).float() * 0.1, -1)),
+    ("softmax of a scaled product", lambda a, b: torch.full((24, 40), 1 / 40)),
+    ("elementwise", lambda a: torch.nn.functional.gelu(a, approximate="tanh") * 2 + 1),
+    ("triangle of a product", lambda a, b: torch.triu(torch.triu(a) @ torch.triu(b))),
+    ("triangle of a product", lambda a, b: a @ b),
+]
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
-    [
-        ("rms norm", lambda x: torch.zeros_like(x)),
-        ("rms norm", lambda x: x.clone()),
-        ("rms norm", lambda x: x / torch.sqrt(torch.mean(x[:, :-1] ** 2, dim=1, keepdim=True) + 1e-5)),
-        ("rms norm", lambda x: (x.bfloat16() / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-5)).float()),
-        ("rms norm", lambda x: x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-4)),
-        ("softmax of a scaled product", lambda a, b: torch.softmax((a.bfloat16() @ b.bfloat16()).float() * 0.1, -1)),
-        ("softmax of a scaled product", lambda a, b: torch.full((24, 40), 1 / 40)),
-        ("elementwise", lambda a: torch.nn.functional.gelu(a, approximate="tanh") * 2 + 1),
-        ("triangle of a product", lambda a, b: torch.triu(torch.triu(a) @ torch.triu(b))),
-        ("triangle of a product", lambda a, b: a @ b),
-    ],
+    [pytest.param(*case, marks=[] if number in (1, 3) else [pytest.mark.long]) for number, case in enumerate(WRONG)],
 )
 def test_wrong_results_are_refused(name: str, wrong: object) -> None:
     body, shapes = BODIES[name]
@@ -139,7 +144,9 @@ def test_a_key_too_large_for_a_whole_truth_is_refused_with_its_size() -> None:
     assert reason is not None and str(1 << 27) in reason
 
 
-@pytest.mark.parametrize("entry", ["drops_a_channel", "copies", "marker"])
+@pytest.mark.parametrize(
+    "entry", ["drops_a_channel", *(pytest.param(entry, marks=pytest.mark.long) for entry in ("copies", "marker"))]
+)
 def test_a_wrong_kernel_is_refused_by_the_screen(entry: str) -> None:
     found = screen(artifact(entry), rms_norm.key(), local_target(), allow_weak_box=True)
     assert isinstance(found, Refusal) and found.reason is Reason.WRONG_VALUE
