@@ -136,6 +136,11 @@ def is_function(op: str) -> bool:
     return op.startswith(PREFIX)
 
 
+def is_same_op(one: str, other: str) -> bool:
+    """Whether two op names mean one computation: equal, or functions of one graph under two names."""
+    return one == other or (is_function(one) and is_function(other) and one.rpartition(":")[2] == other.rpartition(":")[2])
+
+
 def function_name(qualified_name: str) -> str:
     """A function's name as keys have it: letters, digits, `_` and `.`."""
     return re.sub(r"[^A-Za-z0-9_.]", "", qualified_name.replace("<locals>.", ""))[-150:].lstrip(".0123456789") or "function"

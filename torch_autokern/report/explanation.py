@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from torch_autokern.ops import SPECS
+from torch_autokern.ops.function import is_same_op
 from torch_autokern.runtime.extension import extension_state
 from torch_autokern.runtime.session import Session, pool_limit_bytes, session
 from torch_autokern.runtime.table import (
@@ -122,7 +123,7 @@ def explain_key(
     refusals: list[Refusal] = []
     for stored in current.store.records() if records is None else records:
         record = stored.record
-        if record.key.op != key.op:
+        if not is_same_op(record.key.op, key.op):
             continue
         why = key_difference(key, record, threads)
         if why is None:
