@@ -178,7 +178,7 @@ uint64_t set_table(const std::vector<std::pair<std::vector<uint64_t>, std::vecto
           regime < ak::kRegimes && accuracy < ak::kClasses && deterministic < ak::kDeterminism, "no such table slot");
       const size_t family = words.empty() ? ak::kOpCount : words[0] & 0xFF;
       TORCH_CHECK_VALUE(
-          family < ak::kOpCount && kernel->plan.input_count <= ak::kMaxTensors &&
+          family < ak::kOpCount && kernel->plan.input_count <= ak::tensor_limit(family) &&
               (family == ak::kFunctionFamily ? kernel->plan.outputs.size() <= ak::kMaxTensors
                                              : kernel->plan.outputs.size() == ak::result_count(family)),
           "kernel ", kernel->record_id, " has ", kernel->plan.input_count, " inputs and ", kernel->plan.outputs.size(),

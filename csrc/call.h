@@ -19,6 +19,8 @@
 namespace autokern {
 
 constexpr size_t kMaxTensors = 16;
+// Most tensors that a call of the family has: native_layer_norm_backward has six.
+constexpr size_t tensor_limit(size_t family) { return family == kFunctionFamily ? kMaxTensors : 6; }
 
 // What a plain tensor may have in its key set; anything more is a subclass, a wrapper, a lazy view, or another layout.
 inline const uint64_t kPlainKeys =
