@@ -21,7 +21,7 @@ from torch_autokern.judge.device import device_of
 from torch_autokern.judge.measure import copy_us
 from torch_autokern.judge.outcome import Accuracy, Refusal
 from torch_autokern.judge.process import start_runner
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.report.cases import case_name
 from torch_autokern.report.device import describe_device, utc_date, versions
 from torch_autokern.report.keyrow import BoundCall, measure_key
@@ -170,9 +170,9 @@ def _row(key: KernelKey, result: KeyResult, seconds: float) -> Row:
         note += f"; {result.reason[:200]}"
     row = measure_key(key, api.enabled, _ROW_SECONDS, pages="device", note=note)
     torch.cuda.empty_cache()
-    if SPECS[key.op].uses_matmul_precision:
+    if spec_of(key).uses_matmul_precision:
         return row  # bytes are not what limits a product
-    limit_us = copy_us(SPECS[key.op].bytes_moved(key) // 2, device_of(key))
+    limit_us = copy_us(spec_of(key).bytes_moved(key) // 2, device_of(key))
     torch.cuda.empty_cache()
     return msgspec.structs.replace(row, limit_ms=limit_us / 1000)
 

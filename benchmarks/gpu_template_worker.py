@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu_cases import CASES, GpuCase
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.runtime.kernel import load_cuda_kernel
 from torch_autokern.runtime.plan import decode_plan
 from torch_autokern.store.key import TensorKey
@@ -57,7 +57,7 @@ class Check:
     """Stock and the truth of one call, and whether a result is as good."""
 
     def __init__(self, case: GpuCase, tensors: Tensors) -> None:
-        spec = SPECS[case.key.op]
+        spec = spec_of(case.key)
         scalars = dict(case.key.scalars)
         truths = spec.reference(tensors, scalars)
         scales = spec.scale(truths, tensors, scalars)
@@ -134,7 +134,7 @@ def pool_of(case: GpuCase) -> list[Tensors]:
 def measure(case: GpuCase, folder: Path, skip: set[int], rounds: int) -> dict[str, object]:
     """Check all, screen all, time the quickest against stock."""
     torch.manual_seed(int(time.time()))
-    spec, scalars = SPECS[case.key.op], dict(case.key.scalars)
+    spec, scalars = spec_of(case.key), dict(case.key.scalars)
     pool = pool_of(case)
     check = Check(case, pool[0])
     stock_call = lambda tensors: spec.stock(tensors, scalars)  # noqa: E731

@@ -26,7 +26,7 @@ import torch
 from benchmarks.overhead_kernels import HAND_WRITTEN, as_programs_write_it, loaded_kernel
 from torch_autokern import api
 from torch_autokern.judge.interval import ratio_interval
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.report.cases import case_name
 from torch_autokern.report.device import describe_device, utc_date, versions
 from torch_autokern.report.keyrow import BoundCall
@@ -51,7 +51,7 @@ class Switchboard:
         self._scope.set(1, False)
         self._token: Any = None
         kernel = loaded_kernel(key).native
-        words = SPECS[key.op].encode(key, torch.get_num_threads())
+        words = spec_of(key).encode(key, torch.get_num_threads())
         slots = [(regime, accuracy, exact, kernel) for regime in range(2) for accuracy in range(3) for exact in range(2)]
         self._row = (words, slots)
 

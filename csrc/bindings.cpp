@@ -3,6 +3,7 @@
 #include <torch/extension.h>
 
 #include "call.h"
+#include "function.h"
 #include "plan.h"
 #include "pool.h"
 #include "recorder.h"
@@ -175,11 +176,13 @@ uint64_t set_table(const std::vector<std::pair<std::vector<uint64_t>, std::vecto
     for (const auto& [regime, accuracy, deterministic, kernel] : slots) {
       TORCH_CHECK_VALUE(
           regime < ak::kRegimes && accuracy < ak::kClasses && deterministic < ak::kDeterminism, "no such table slot");
+      const size_t family = words.empty() ? ak::kOpCount : words[0] & 0xFF;
       TORCH_CHECK_VALUE(
-          !words.empty() && kernel->plan.outputs.size() == ak::result_count(words[0] & 0xFF) &&
-              kernel->plan.input_count <= ak::kMaxTensors,
+          family < ak::kOpCount && kernel->plan.input_count <= ak::tensor_limit(family) &&
+              (family == ak::kFunctionFamily ? kernel->plan.outputs.size() <= ak::kMaxTensors
+                                             : kernel->plan.outputs.size() == ak::result_count(family)),
           "kernel ", kernel->record_id, " has ", kernel->plan.input_count, " inputs and ", kernel->plan.outputs.size(),
-          " outputs, which is no call of op family ", words.empty() ? 0 : words[0] & 0xFF);
+          " outputs, which is no call of op family ", family);
       entry.slots[regime][accuracy][deterministic] = kernel;
     }
     entries.push_back(std::move(entry));
@@ -355,4 +358,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   bind_kernels(m);
   bind_router(m);
   bind_reports(m);
+  ak::bind_functions(m);
 }

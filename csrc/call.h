@@ -18,7 +18,9 @@
 
 namespace autokern {
 
-constexpr size_t kMaxTensors = 6;
+constexpr size_t kMaxTensors = 16;
+// Most tensors that a call of the family has: native_layer_norm_backward has six.
+constexpr size_t tensor_limit(size_t family) { return family == kFunctionFamily ? kMaxTensors : 6; }
 
 // What a plain tensor may have in its key set; anything more is a subclass, a wrapper, a lazy view, or another layout.
 inline const uint64_t kPlainKeys =
@@ -143,7 +145,8 @@ class Call {
     if (!context.userEnabledMkldnn()) {
       flags |= kFlagNoMkldnn;
     }
-    if (uses_matmul_precision(family_) && first_->scalar_type() == at::kFloat) {
+    // A function may multiply any of its tensors, or what it makes of them.
+    if (uses_matmul_precision(family_) && (first_->scalar_type() == at::kFloat || family_ == kFunctionFamily)) {
       flags |= matmul_precision(cuda) << kPrecisionShift;
     }
     key_.set_header(family_ | (cuda ? uint64_t{1} : 0) << 8 | flags << 16 | place << 32);

@@ -35,12 +35,14 @@ enum class Miss : uint8_t {
   kOutOfMemory,    // no memory for outputs or workspace
   kReentrant,      // called from inside a captured kernel
   kLaunchFailed,   // the driver refused a launch: set aside, and stock ran
+  kBody,           // a function whose body cannot be written down as one op at this key
+  kGradient,       // a function of which a gradient is wanted: its body runs, and autograd sees it
   kCount
 };
 constexpr std::array<const char*, static_cast<size_t>(Miss::kCount)> kReasonNames = {
-    "hit",         "subclass",   "layout",      "dtype",           "rank",      "empty",
-    "device",      "out_layout", "out_overlap", "flag_unreadable", "no_record", "accuracy",
-    "determinism", "regime",     "quarantined", "out_of_memory",   "reentrant", "launch_failed"};
+    "hit",         "subclass",      "layout",          "dtype",         "rank",     "empty",       "device",
+    "out_layout",  "out_overlap",   "flag_unreadable", "no_record",     "accuracy", "determinism", "regime",
+    "quarantined", "out_of_memory", "reentrant",       "launch_failed", "body",     "gradient"};
 
 constexpr uint64_t kTensorTag = uint64_t{1} << 63;
 constexpr int64_t kMaxRank = 8;

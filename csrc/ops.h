@@ -39,7 +39,9 @@
 // clang-format on
 
 namespace autokern {
-constexpr bool uses_matmul_precision(size_t family) { return family <= 3; }
+// Whole functions (function.cpp): no ATen op, any number of results.
+constexpr size_t kFunctionFamily = 10;
+constexpr bool uses_matmul_precision(size_t family) { return family <= 3 || family == kFunctionFamily; }
 // Whether the family's plain int argument is a dimension, wrapped by the first tensor's rank.
 constexpr bool int_is_dimension(size_t family) { return family == 4 || family == 5 || family == 7 || family == 8; }
 // LayerNorm and its backward return three tensors, every other family one.

@@ -13,6 +13,7 @@
 #include "call.h"
 #include "captured.h"
 #include "recorder.h"
+#include "serve.h"
 #include "table.h"
 
 namespace autokern {
@@ -54,16 +55,7 @@ struct CpuStock;
 AUTOKERN_FOR_EACH_OVERLOAD(AUTOKERN_CPU_STOCK)
 #undef AUTOKERN_CPU_STOCK
 
-// Marks this thread as inside a kernel: an op called from there goes straight to its captured kernel.
-struct DepthGuard {
-  explicit DepthGuard(ThreadState& state) : state(state) { ++state.depth; }
-  ~DepthGuard() { --state.depth; }
-  ThreadState& state;
-};
-
 // What follows is one piece of code for all overloads, so that a program's calls share it in the processor's caches.
-
-using Results = std::vector<at::Tensor>;
 
 Kernel* choose(const Entry& entry, size_t regime, size_t accuracy, size_t deterministic, Miss& reason) {
   Kernel* kernel = entry.slots[regime][accuracy][deterministic].get();
@@ -114,7 +106,8 @@ bool run(Kernel& kernel, const Call& call, Results& results, Miss& reason) {
   return reason == Miss::kNone;
 }
 
-// Runs a kernel for the call and returns kNone, or says why there is none; then nothing was touched.
+} // namespace
+
 [[gnu::hot]] Miss serve(const Call& call, bool out_form, Policy policy, ThreadState& state, Results& results) {
   if (call.miss() != Miss::kNone) {
     return call.miss();
@@ -153,11 +146,30 @@ bool run(Kernel& kernel, const Call& call, Results& results, Miss& reason) {
   return reason;
 }
 
-[[noreturn]] void refuse(const char* op, Miss reason) {
+void refuse(const char* op, Miss reason) {
   TORCH_CHECK(
       false, "autokern strict mode: ", op, " was not served (", kReasonNames[static_cast<size_t>(reason)],
       "); see torch_autokern.explain(), or leave strict mode");
 }
+
+Policy active_policy(ThreadState& state, Scope*& from_node) {
+  if (state.scope) {
+    const Policy policy = state.scope->load();
+    if (policy.active()) {
+      return policy;
+    }
+  }
+  if (any_interval.load(std::memory_order_relaxed)) {
+    Scope* scope = scope_of_current_node();
+    if (scope && scope->load().active()) {
+      from_node = scope;
+      return scope->load();
+    }
+  }
+  return process_policy();
+}
+
+namespace {
 
 template <class Op, c10::DispatchKey kBackend, uint32_t kFamily, class Signature = typename Op::schema>
 struct Router;
@@ -216,23 +228,6 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
       return recorded(call, policy, state, keys, std::forward<Args>(args)...);
     }
     return served(call, policy, state, keys, std::forward<Args>(args)...);
-  }
-
-  static Policy active_policy(ThreadState& state, Scope*& from_node) {
-    if (state.scope) {
-      const Policy policy = state.scope->load();
-      if (policy.active()) {
-        return policy;
-      }
-    }
-    if (any_interval.load(std::memory_order_relaxed)) {
-      Scope* scope = scope_of_current_node();
-      if (scope && scope->load().active()) {
-        from_node = scope;
-        return scope->load();
-      }
-    }
-    return process_policy();
   }
 
   static Result served(Call& call, Policy policy, ThreadState& state, c10::DispatchKeySet keys, Args... args) {
@@ -347,8 +342,12 @@ const CapturedKernel* recapture(Slot& slot) {
 
 } // namespace
 
+std::atomic<bool> functions_watched{false};
+
 void watch(uint32_t families) {
   const std::lock_guard<std::mutex> lock(install_mutex);
+  const uint32_t functions = 1u << family_bit(kFunctionFamily, false) | 1u << family_bit(kFunctionFamily, true);
+  functions_watched.store((families & functions) != 0, std::memory_order_relaxed);
   for (const Overload& entry : overloads()) {
     Slot& slot = *entry.slot;
     const bool wanted = families >> family_bit(slot.family, slot.backend == c10::DispatchKey::CUDA) & 1;

@@ -14,7 +14,7 @@ namespace autokern {
 
 class Table;
 
-constexpr size_t kOpCount = 10;
+constexpr size_t kOpCount = 11;
 
 // What a scope admits, packed so that it is read in one load. 0: not active.
 struct Policy {

@@ -19,8 +19,7 @@ from torch import nn
 
 from torch_autokern import config
 from torch_autokern.errors import InvalidInputError, StrictModeError
-from torch_autokern.ops import SPECS
-from torch_autokern.ops.spec import op_index
+from torch_autokern.ops import spec_for_words
 from torch_autokern.runtime.extension import extension, extension_state
 from torch_autokern.runtime.session import Session, accuracy_code, session
 from torch_autokern.runtime.target import local_target
@@ -173,6 +172,41 @@ def _optimize_module(model: nn.Module, accuracy: str, strict: bool | None) -> nn
     return model
 
 
+@overload
+def kernel(target: ModelT, *, recompute: bool = False) -> ModelT: ...
+@overload
+def kernel(target: FunctionT, *, recompute: bool = False) -> FunctionT: ...
+@overload
+def kernel(*, recompute: bool = False) -> Callable[[FunctionT], FunctionT]: ...
+
+
+def kernel(target: Any = None, *, recompute: bool = False) -> Any:
+    """Make a whole function, or a module's `forward`, one op that a kernel may be found and served for.
+
+    Decorating serves nothing by itself: calls are served where `optimize`, `enabled` or `enable` say so, by the same records,
+    misses and counters as built-in ops, under the name ``function:<qualified name>:<hash of what it computes>``. On a miss, and
+    everywhere else, the body runs as it is. `torch.compile` sees one opaque operator where a kernel is loaded, else the body.
+
+    Args:
+        target: a function of tensors (1 to 16, those of its module included), numbers and words that returns a tensor or a
+            tuple of tensors; a module, whose `forward` is replaced (copies and saved modules carry that along); or a class of
+            modules. Without it, a decorator.
+        recompute: also serve calls of which a gradient is wanted; their backward computes the body again from its arguments.
+            Off, such calls run the body, because a forward that is computed twice is seldom faster.
+
+    A body that draws random numbers, looks at values of tensors, writes to its arguments, uses tensors that are no arguments or
+    returns a view of one cannot be one op: it runs as it is, and each such call counts as a miss with the reason `body`.
+
+    Raises:
+        InvalidInputError: a target that is neither a function, a module nor a module's class.
+    """
+    from torch_autokern.runtime.decorated import decorate
+
+    if target is None:
+        return functools.partial(decorate, recompute=recompute)
+    return decorate(target, recompute=recompute)
+
+
 def restore(model: nn.Module) -> nn.Module:
     """Take `optimize` back: the model's calls, and backward passes still to come, are stock. Harmless when not optimised."""
     scoped = model.__dict__.get(_SLOT)
@@ -271,10 +305,9 @@ class Recording:
         """Keys by falling time, with calls and stock's time in each."""
         rows = extension().recorded_keys() if self._rows is None else self._rows
         wall = (self._ended or time.perf_counter()) - self._started
-        by_index = {spec.index: spec for spec in SPECS.values()}
         entries = []
         for words, output_words, calls, out_calls, seconds in rows:
-            spec = by_index[op_index(words)]
+            spec = spec_for_words(words)
             key = spec.decode(words, output_words)
             if out_calls == calls:  # only `out` forms were seen, with whatever strides their callers chose
                 key = msgspec.structs.replace(key, outputs=spec.stock_outputs(key))

@@ -53,3 +53,7 @@ class DeviceError(JudgeError):
 
 class StrictModeError(AutokernError):
     """Strict mode: a call inside an optimised scope was not served by a verified kernel."""
+
+
+class BodyError(AutokernError):
+    """A function's body cannot be written down as one op; the message says what in it stands in the way."""

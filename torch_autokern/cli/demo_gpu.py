@@ -10,7 +10,7 @@ from torch_autokern.build.compile import toolchain
 from torch_autokern.cli import shell, warm
 from torch_autokern.judge.device import device_of
 from torch_autokern.judge.measure import copy_us
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.report.cases import HEADLINE, case_name
 from torch_autokern.report.keyrow import measure_key
 from torch_autokern.report.measurement import Row
@@ -79,9 +79,9 @@ def headline_part(budget_minutes: float, quick: bool, *, allow_weak_box: bool = 
 def _row(key: KernelKey, seconds: float) -> Row:
     shell.say(f"      timing {case_name(key)}")
     row = measure_key(key, api.enabled, seconds, pages="device")
-    if SPECS[key.op].uses_matmul_precision:
+    if spec_of(key).uses_matmul_precision:
         return row  # bytes are not what limits a product
-    copied_us = copy_us(SPECS[key.op].bytes_moved(key) // 2, device_of(key))
+    copied_us = copy_us(spec_of(key).bytes_moved(key) // 2, device_of(key))
     return msgspec.structs.replace(row, limit_ms=copied_us / 1000)
 
 

@@ -16,8 +16,10 @@ import torch
 
 from torch_autokern.judge.device import chunk_elements, draw
 from torch_autokern.judge.families import Family
+from torch_autokern.judge.functions import neighbours
 from torch_autokern.judge.outcome import Accuracy, Place
 from torch_autokern.judge.rows import Permutation, permutable, permuted_stock, row_axis
+from torch_autokern.ops.function import FunctionSpec
 from torch_autokern.ops.spec import OpSpec
 from torch_autokern.store.key import KernelKey
 
@@ -178,6 +180,8 @@ def evaluate_with_envelope(
     start, length = run_of(ENVELOPE_ELEMENTS)
     first, count_judged = run_of(SAMPLE_ELEMENTS)
     judged = range(first, first + count_judged) if sampled else None
+    if isinstance(task.spec, FunctionSpec):
+        return _with_neighbours(task, family, tensors, candidates, stock, generator)
     part, stock_part = axis.cut(tensors, start, length), axis.cut_outputs(stock, start, length)
     count = permutable(task.spec, task.key).length
     orders = [Permutation.draw(count, generator) for _ in range(PERMUTATIONS)]
@@ -190,6 +194,21 @@ def evaluate_with_envelope(
         scores = evaluate(task, family, tensors, [*candidates, stock], stock, ours, rows=judged)
         further = evaluate(task, family, part, permuted, stock_part, 0)
         pools = [[a.tallies[ours].pool] + [t.pool for t in b.tallies] for a, b in zip(scores, further, strict=True)]
+    return [Score(score.tallies[:ours], score.ulp) for score in scores], pools
+
+
+def _with_neighbours(
+    task: Task, family: Family, tensors: Outputs, candidates: Sequence[Outputs], stock: Outputs, generator: torch.Generator
+) -> tuple[list[Score], list[list[Pool]]]:
+    """A whole function's envelope: as called, then over neighbours of the arguments, each against its own truth."""
+    ours = len(candidates)
+    scores = evaluate(task, family, tensors, [*candidates, stock], stock, ours)
+    pools = [[score.tallies[ours].pool] for score in scores]
+    for _ in range(PERMUTATIONS):
+        moved = neighbours(tensors, generator)
+        result = task.spec.stock(moved, task.key.scalars)
+        for pool, score in zip(pools, evaluate(task, family, moved, [result], result, 0), strict=True):
+            pool.append(score.tallies[0].pool)
     return [Score(score.tallies[:ours], score.ulp) for score in scores], pools
 
 

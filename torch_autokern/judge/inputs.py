@@ -9,9 +9,11 @@ import torch
 from torch_autokern.errors import InvalidInputError
 from torch_autokern.judge.device import draw, generator_on
 from torch_autokern.judge.families import FILL, Draw, Family, fill_parameter
+from torch_autokern.judge.functions import row_dims, too_large
 from torch_autokern.judge.memory import INPUT_GUARD, Placement, Region, allocate, same_bits
 from torch_autokern.judge.remembered import fingerprints
 from torch_autokern.judge.saved import SAVED, fill_saved
+from torch_autokern.ops.function import FunctionSpec, is_function
 from torch_autokern.ops.spec import OpSpec
 from torch_autokern.store.key import KernelKey, TensorKey
 
@@ -64,7 +66,7 @@ def check_supported(key: KernelKey) -> str | None:
         return "a tensor without elements is served by stock, no kernel is needed"
     if key.device_type == "cuda" and not torch.cuda.is_available():
         return "a cuda key needs an NVIDIA GPU, and torch sees none here"
-    return None
+    return too_large(key) if is_function(key.op) else None
 
 
 def make_inputs(
@@ -114,9 +116,14 @@ def _fill(
 ) -> None:
     layout = key.tensors[index]
     assert layout is not None
+    # Both draws come before any other of the tensor, and only for functions, so that seeds of other ops replay as they did.
+    is_whole = isinstance(spec, FunctionSpec)
+    reduced = row_dims(layout.sizes, draw(0, 1 << 16, generator)) if is_whole else reduced_of(spec, key, index)
+    if not layout.sizes:
+        work = work.reshape(1)
     parameters = Draw(
         out=work,
-        reduced=reduced_of(spec, key, index),
+        reduced=reduced,
         dtype=getattr(torch, layout.dtype),
         generator=generator,
         shared=generator_on(generator.device, shared_seed),

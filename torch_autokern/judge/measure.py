@@ -21,6 +21,7 @@ from torch_autokern.judge.accuracy import Task, plainly_wrong
 from torch_autokern.judge.clock import Call, Figure, clock_for
 from torch_autokern.judge.device import DEVICE_MEMORY_BYTES, device_of, draw, finish, generator_on
 from torch_autokern.judge.families import Family
+from torch_autokern.judge.functions import served_call
 from torch_autokern.judge.inputs import InputSet, empty_inputs, layout_bytes, make_inputs
 from torch_autokern.judge.outcome import Reason, Refusal, RefusedError
 from torch_autokern.judge.remembered import Remembered
@@ -28,6 +29,7 @@ from torch_autokern.judge.served import ServedKernel
 from torch_autokern.judge.stock_code import StockCode
 from torch_autokern.judge.verify import CandidateCode, Notify, call_limit_s
 from torch_autokern.judge.workspaces import LoadedCandidate
+from torch_autokern.ops.function import FunctionSpec
 
 Tensors = Sequence[torch.Tensor | None]
 Results = tuple[torch.Tensor | None, ...]
@@ -91,7 +93,7 @@ class Side:
 
 def stock_side(task: Task) -> Side:
     """The ATen op with its arguments laid out beforehand."""
-    overload = getattr(torch.ops.aten, task.spec.name).default
+    overload = task.spec.overload()
 
     def prepare(tensors: Tensors) -> Call:
         positional, keyword = task.spec.call_args(tensors, task.key.scalars)
@@ -103,10 +105,14 @@ def stock_side(task: Task) -> Side:
 
 
 def candidate_side(task: Task, code: CandidateCode) -> Side:
-    """The loaded candidate. On a GPU the op itself, served by the router: a binding's microseconds would count there. Stock in
-    a candidate's place is timed exactly as stock is."""
+    """The loaded candidate. On a GPU the op itself, served by the router: a binding's microseconds would count there. A whole
+    function is served on a CPU too, because its decoration costs microseconds that stock does not have. Stock in a candidate's
+    place is timed exactly as stock is."""
     if isinstance(code, StockCode):
         return Side("candidate", stock_side(task).prepare)
+    if isinstance(task.spec, FunctionSpec) and isinstance(code, LoadedCandidate):
+        call = served_call(task.spec, task.key)
+        return Side("candidate", lambda tensors: lambda: call(*tensors), ServedKernel(task, code.kernel).scope)
     if task.key.device_type == "cuda" and isinstance(code, LoadedCandidate):
         return Side("candidate", stock_side(task).prepare, ServedKernel(task, code.kernel).scope)
 

@@ -17,7 +17,7 @@ from torch_autokern.judge.outcome import Accuracy, Reason, Refusal
 from torch_autokern.judge.process import fresh_runners
 from torch_autokern.judge.protocol import Trial
 from torch_autokern.judge.sanitizers import sanitized
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.store.key import KernelKey, Target
 from torch_autokern.store.record import FamilyError
 
@@ -56,7 +56,7 @@ def replay(
         JudgeError: the judge itself failed.
         InvalidInputError: a family that this op does not have.
     """
-    task = Task(SPECS[key.op], key, accuracy)
+    task = Task(spec_of(key), key, accuracy)
     unsupported = check_supported(key)
     if unsupported is not None:
         return Refusal(Reason.UNSUPPORTED_KEY, unsupported)

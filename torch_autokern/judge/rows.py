@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_autokern.ops.function import FunctionSpec
 from torch_autokern.ops.spec import OpSpec
 from torch_autokern.store.key import KernelKey
 
@@ -42,6 +43,8 @@ def row_axis(spec: OpSpec, key: KernelKey) -> RowAxis:
     nothing = RowAxis(1, (None,) * len(key.tensors), (None,) * len(key.outputs))
     if spec.uses_matmul_precision:
         return _product_axis(key)
+    if isinstance(spec, FunctionSpec):
+        return nothing
     first = key.tensors[0]
     reduced = spec.reduced_dims(key)
     free = [dim for dim in range(len(first.sizes)) if dim not in reduced] if first is not None else []

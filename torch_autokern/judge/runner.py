@@ -27,7 +27,7 @@ from torch_autokern.judge.state import StateChecks
 from torch_autokern.judge.stock_code import StockCode
 from torch_autokern.judge.verify import CandidateCode, FamilyReport, check_family
 from torch_autokern.judge.workspaces import load_candidate
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.store.key import DeviceType, KernelKey
 
 _LARGE_BYTES = 64 << 20
@@ -77,7 +77,7 @@ def serve(job: protocol.Job, binary: bytes, jobs: int, answers: int, cache_size:
         RefusedError: the candidate broke a rule.
         RuntimeError: the device, or our own code, failed.
     """
-    task = Task(SPECS[job.key.op], job.key, job.accuracy)
+    task = Task(spec_of(job.key), job.key, job.accuracy)
     _apply_flags(job.key, job.threads)
 
     def notify(phase: str, allowed_s: float) -> None:
@@ -111,7 +111,7 @@ def serve(job: protocol.Job, binary: bytes, jobs: int, answers: int, cache_size:
 
 def _load(job: protocol.Job, binary: bytes) -> CandidateCode:
     if job.plan is None:
-        return StockCode(Task(SPECS[job.key.op], job.key, job.accuracy))
+        return StockCode(Task(spec_of(job.key), job.key, job.accuracy))
     try:
         return load_candidate(binary, job.identity, job.plan, job.key)
     except PlanError as error:

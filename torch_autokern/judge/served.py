@@ -1,9 +1,11 @@
-"""A candidate as a program meets it on a GPU: the op is called, and the router serves it."""
+"""A candidate as a program meets it: the op, or the function, is called, and the router serves it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+import torch
 
 from torch_autokern.judge.accuracy import Task
 from torch_autokern.runtime.extension import extension
@@ -17,7 +19,8 @@ class ServedKernel:
     def __init__(self, task: Task, kernel: LoadedKernel) -> None:
         self._class = CLASSES.index("stock")
         self._native = extension()
-        words = task.spec.encode(task.key, kernel.native_device)
+        place = kernel.native_device if task.key.device_type == "cuda" else torch.get_num_threads()
+        words = task.spec.encode(task.key, place)
         slots = [(regime, self._class, 0, kernel.native) for regime in range(len(REGIMES))]
         self._native.set_table([(words, slots)])
 

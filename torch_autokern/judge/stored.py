@@ -10,7 +10,7 @@ import msgspec
 import torch
 
 from torch_autokern.build.candidate import BINARY_BLOBS, Artifact, Candidate, Language, source_blob
-from torch_autokern.errors import InvalidInputError, PlanError
+from torch_autokern.errors import BodyError, InvalidInputError, PlanError
 from torch_autokern.judge.accuracy import Task
 from torch_autokern.judge.collect import collect, make_job, new_seed
 from torch_autokern.judge.device import cache_bytes
@@ -23,7 +23,7 @@ from torch_autokern.judge.protocol import Trial
 from torch_autokern.judge.speed import Speed, speed_of, timing
 from torch_autokern.judge.verdict import STATE_SEEDS
 from torch_autokern.judge.workspaces import load_candidate
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.runtime.plan import decode_plan
 from torch_autokern.store.key import Target
 from torch_autokern.store.record import FamilyError, KernelRecord, StoredRecord, Timing
@@ -84,8 +84,10 @@ def cannot_run_here(record: KernelRecord, target: Target) -> str | None:
     made_for = record.target
     if (made_for.device_type, made_for.arch) != (target.device_type, target.arch):
         return f"made for {made_for.device_type} {made_for.arch}, this is {target.device_type} {target.arch}"
-    if record.key.op not in SPECS:
-        return f"op {record.key.op!r} is unknown here"
+    try:
+        spec_of(record.key)
+    except (KeyError, BodyError) as error:
+        return f"op {record.key.op!r} is unknown here" if isinstance(error, KeyError) else str(error)
     return check_supported(record.key)
 
 
@@ -191,7 +193,7 @@ def _against_compiled(task: Task, artifact: Artifact, target: Target, against: B
 
 def compiled_call(task: Task, mode: str | None) -> Callable[[Tensors], Callable[[], object]]:
     """`Side.prepare` for `torch.compile` of the op alone, static shapes."""
-    overload = getattr(torch.ops.aten, task.spec.name).default
+    overload = task.spec.overload()
 
     def call(*positional: object, **keyword: object) -> object:
         return overload(*positional, **keyword)
@@ -211,7 +213,7 @@ def _disturbed(against: Baseline, refusal: Refusal) -> Benchmark | Refusal:
 
 def _task(record: KernelRecord) -> Task:
     verdict = record.verdict
-    return Task(SPECS[record.key.op], record.key, Accuracy(verdict.accuracy_class, verdict.atol, verdict.rtol))
+    return Task(spec_of(record.key), record.key, Accuracy(verdict.accuracy_class, verdict.atol, verdict.rtol))
 
 
 def _processes(task: Task, families: tuple[FamilyError, ...]) -> list[tuple[Trial, ...]]:

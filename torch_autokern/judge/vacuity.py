@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from torch_autokern.judge.accuracy import Task
+from torch_autokern.judge.functions import changed_arguments, truth_changes
 from torch_autokern.judge.memory import bits, same_bits
 from torch_autokern.judge.rows import permutable
+from torch_autokern.ops.function import FunctionSpec
 
 Tensors = Sequence[torch.Tensor | None]
 Results = tuple[torch.Tensor | None, ...]
@@ -31,15 +33,36 @@ def probes(task: Task, tensors: Tensors, stock: Tensors) -> dict[str, Results]:
         "zeros": torch.zeros_like(first),
         "constant": torch.full_like(first, float(torch.nan_to_num(first.double(), 0.0, 0.0, 0.0).mean())),
     }
-    for name, probe in _PROBES.items():
+    for name, probe in () if isinstance(task.spec, FunctionSpec) else _PROBES.items():
         result = probe(task, tensors, first, place)
         if result is not None and not same_bits(result.contiguous(), first.contiguous()):
             made[name] = result
+    if isinstance(task.spec, FunctionSpec):
+        made |= _of_function(task, task.spec, tensors, first)
     found: dict[str, Results] = {name: (*stock[:place], value, *stock[place + 1 :]) for name, value in made.items()}
     for index, other in enumerate(stock):
         if other is not None and index > place:
             found[f"zeros in output {index}"] = (*stock[:index], torch.zeros_like(other), *stock[index + 1 :])
     return found
+
+
+def _of_function(task: Task, spec: FunctionSpec, tensors: Tensors, first: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Probes of a whole function: zeros, a constant, a copy of an argument, and stock on arguments that were read wrongly and
+    matter. NaN and infinities stay where stock has them, so that they are not what refuses a probe."""
+    finite = torch.isfinite(first)
+    middle = first[finite].double().mean() if bool(finite.any()) else torch.zeros(())
+    changed = changed_arguments(spec, tensors)
+    changed["lower precision"] = [
+        t if t is None or i in spec.parameters or t.dtype not in _KEPT_BITS else _cut(t) for i, t in enumerate(tensors)
+    ]
+    copied = _copy_of_input(task, tensors, first, 0)
+    made = {"zeros": torch.zeros_like(first), "constant": torch.full_like(first, float(middle))}
+    if copied is not None and not same_bits(copied.contiguous(), first.contiguous()):
+        made["copy of the input"] = copied
+    for name, read in changed.items():
+        if truth_changes(spec, task.key.scalars, tensors, read):
+            made[name] = spec.stock(read, task.key.scalars)[0]
+    return {name: torch.where(finite, value, first) for name, value in made.items()}
 
 
 def _copy_of_input(task: Task, tensors: Tensors, first: torch.Tensor, place: int) -> torch.Tensor | None:

@@ -44,7 +44,7 @@ from torch_autokern.judge.speed import (
     too_fast,
     too_slow,
 )
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.store.key import DeviceType, KernelKey, Target
 from torch_autokern.store.record import FamilyError, Timing, Verdict
 
@@ -126,7 +126,7 @@ def screen(
         InvalidInputError: `accuracy` is not a class.
     """
     started = time.perf_counter()
-    task = Task(SPECS[key.op], key, as_accuracy(accuracy))
+    task = Task(spec_of(key), key, as_accuracy(accuracy))
     unsupported = check_supported(key)
     if unsupported is not None:
         return Refusal(Reason.UNSUPPORTED_KEY, unsupported)
@@ -174,7 +174,7 @@ def check(
         JudgeError: the judge itself failed (not the candidate's fault).
         InvalidInputError: `accuracy` is not a class.
     """
-    task = Task(SPECS[key.op], key, as_accuracy(accuracy))
+    task = Task(spec_of(key), key, as_accuracy(accuracy))
     unsupported = check_supported(key)
     if unsupported is not None:
         return Refusal(Reason.UNSUPPORTED_KEY, unsupported)
@@ -206,7 +206,7 @@ def judge(
         JudgeError: the judge itself failed (not the candidate's fault).
         InvalidInputError: `accuracy` is not a class.
     """
-    task = Task(SPECS[key.op], key, as_accuracy(accuracy))
+    task = Task(spec_of(key), key, as_accuracy(accuracy))
     unsupported = check_supported(key)
     if unsupported is not None:
         return Refusal(Reason.UNSUPPORTED_KEY, unsupported)
@@ -244,7 +244,7 @@ def judge_times(
     Raises:
         JudgeError: the judge itself failed (not the candidate's fault).
     """
-    task = Task(SPECS[key.op], key, Accuracy())
+    task = Task(spec_of(key), key, Accuracy())
     unsupported = check_supported(key)
     if unsupported is not None:
         return Refusal(Reason.UNSUPPORTED_KEY, unsupported)

@@ -62,12 +62,15 @@ class OpSpec:
     parameters: tuple[int, ...] = ()
     uses_matmul_precision: bool = False
 
+    def overload(self) -> Callable[..., object]:
+        """What stock calls: the functional overload of the ATen op."""
+        return getattr(torch.ops.aten, self.name).default  # type: ignore[no-any-return]
+
     def stock(self, tensors: Tensors, scalars: Scalars) -> tuple[torch.Tensor, ...]:
         """Call the ATen op (through the dispatcher, so stock unless an optimised scope is active)."""
-        overload = getattr(torch.ops.aten, self.name).default
         positional, keyword = self.call_args(tensors, scalars)
-        result = overload(*positional, **keyword)
-        return tuple(result) if isinstance(result, (tuple, list)) else (result,)
+        result = self.overload()(*positional, **keyword)
+        return tuple(result) if isinstance(result, (tuple, list)) else (result,)  # type: ignore[return-value]
 
     def call_args(self, tensors: Tensors, scalars: Scalars) -> tuple[list[object], dict[str, object]]:
         """Positional and keyword arguments of the functional overload."""
@@ -121,7 +124,7 @@ class OpSpec:
             outputs=tuple(None if t is None else tensor_key(t) for t in results),
             flush_denormal=flush_denormal,
             mkldnn=torch._C._get_mkldnn_enabled(),
-            matmul_precision=_matmul_precision(first) if self.uses_matmul_precision else "ieee",
+            matmul_precision=_precision_of(first) if self.uses_matmul_precision else "ieee",
         )
 
     def stock_outputs(self, key: KernelKey) -> tuple[TensorKey | None, ...]:
@@ -149,10 +152,7 @@ class OpSpec:
 
         Layout: header `op | device << 8 | flags << 16 | place << 32`, then each argument in schema order.
         """
-        flags = (_FLAG_FLUSH_DENORMAL if key.flush_denormal else 0) | (0 if key.mkldnn else _FLAG_NO_MKLDNN)
-        if self.uses_matmul_precision:
-            flags |= _PRECISION_CODES[key.matmul_precision] << _PRECISION_SHIFT
-        words = [self.index | _DEVICE_CODES[key.device_type] << 8 | flags << 16 | place << 32]
+        words = [key_header(self.index, key, place, has_precision=self.uses_matmul_precision)]
         queue = list(key.tensors)
         for arg in self.args:
             if arg.kind in ("tensor", "optional_tensor"):
@@ -163,9 +163,7 @@ class OpSpec:
 
     def decode(self, words: Sequence[int], output_words: Sequence[int]) -> KernelKey:
         """Inverse of `encode`, with the results' layouts as the router saw them."""
-        reader = _Reader(words)
-        header = reader.take()
-        flags = header >> 16 & 0xFFFF
+        reader = _Reader(words[1:])
         tensors: list[TensorKey | None] = []
         scalars: Scalars = {}
         for arg in self.args:
@@ -173,29 +171,58 @@ class OpSpec:
                 tensors.append(reader.take_tensor())
             else:
                 scalars[arg.name] = reader.take_scalar(arg)
-        outputs = _Reader(output_words)
-        layouts = []
-        while not outputs.done:
-            layouts.append(outputs.take_tensor())
-        precision = next(n for n, c in _PRECISION_CODES.items() if c == flags >> _PRECISION_SHIFT & 3)
-        return KernelKey(
-            op=self.name,
-            device_type="cuda" if header >> 8 & 0xFF else "cpu",
-            tensors=tuple(tensors),
-            scalars=scalars,
-            outputs=tuple(layouts),
-            flush_denormal=bool(flags & _FLAG_FLUSH_DENORMAL),
-            mkldnn=not flags & _FLAG_NO_MKLDNN,
-            matmul_precision=precision if self.uses_matmul_precision else "ieee",
-        )
+        return _key(self.name, words[0], tensors, scalars, output_words, has_precision=self.uses_matmul_precision)
 
 
-def _matmul_precision(first: torch.Tensor) -> str:
-    """What the router reads: it matters to float32 products only, and unset means IEEE."""
-    if first.dtype != torch.float32:
-        return "ieee"
-    precision = str(torch._C._get_fp32_precision_getter("cuda" if first.is_cuda else "mkldnn", "matmul"))
+def key_header(index: int, key: KernelKey, place: int, *, has_precision: bool) -> int:
+    """The first word of a key."""
+    flags = (_FLAG_FLUSH_DENORMAL if key.flush_denormal else 0) | (0 if key.mkldnn else _FLAG_NO_MKLDNN)
+    if has_precision:
+        flags |= _PRECISION_CODES[key.matmul_precision] << _PRECISION_SHIFT
+    return index | _DEVICE_CODES[key.device_type] << 8 | flags << 16 | place << 32
+
+
+def key_from_words(
+    op: str, words: Sequence[int], output_words: Sequence[int], tensors: int, scalars: Scalars, *, has_precision: bool
+) -> KernelKey:
+    """A key whose words are a header and `tensors` tensors, with scalars that are known otherwise."""
+    reader = _Reader(words[1:])
+    layouts = [reader.take_tensor() for _ in range(tensors)]
+    return _key(op, words[0], layouts, scalars, output_words, has_precision=has_precision)
+
+
+def _key(
+    op: str, header: int, tensors: Sequence[TensorKey | None], scalars: Scalars, output_words: Sequence[int], *,
+    has_precision: bool,
+) -> KernelKey:  # fmt: skip
+    header &= (1 << 64) - 1
+    flags = header >> 16 & 0xFFFF
+    outputs = _Reader(output_words)
+    layouts = []
+    while not outputs.done:
+        layouts.append(outputs.take_tensor())
+    precision = next(n for n, c in _PRECISION_CODES.items() if c == flags >> _PRECISION_SHIFT & 3)
+    return KernelKey(
+        op=op,
+        device_type="cuda" if header >> 8 & 0xFF else "cpu",
+        tensors=tuple(tensors),
+        scalars=scalars,
+        outputs=tuple(layouts),
+        flush_denormal=bool(flags & _FLAG_FLUSH_DENORMAL),
+        mkldnn=not flags & _FLAG_NO_MKLDNN,
+        matmul_precision=precision if has_precision else "ieee",
+    )
+
+
+def matmul_precision(device_type: DeviceType) -> str:
+    """What the router reads of float32 products' precision; unset means IEEE."""
+    precision = str(torch._C._get_fp32_precision_getter("cuda" if device_type == "cuda" else "mkldnn", "matmul"))
     return precision if precision in ("tf32", "bf16") else "ieee"
+
+
+def _precision_of(first: torch.Tensor) -> str:
+    """It matters to float32 products only."""
+    return matmul_precision("cuda" if first.is_cuda else "cpu") if first.dtype == torch.float32 else "ieee"
 
 
 def op_index(words: Sequence[int]) -> int:

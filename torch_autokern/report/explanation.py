@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from torch_autokern.ops import SPECS
+from torch_autokern.ops.function import is_same_op
 from torch_autokern.report.cures import cheapest_cure
 from torch_autokern.report.hidden import Event, HiddenWork, hidden_work, place_of
 from torch_autokern.runtime.extension import extension_state
@@ -139,7 +140,7 @@ def explain_key(
     refusals: list[Refusal] = []
     for stored in current.store.records() if records is None else records:
         record = stored.record
-        if record.key.op != key.op:
+        if not is_same_op(record.key.op, key.op):
             continue
         why = key_difference(key, record, threads)
         if why is None:

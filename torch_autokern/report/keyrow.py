@@ -11,7 +11,7 @@ from torch_autokern.judge.device import device_of, finish, generator_on
 from torch_autokern.judge.families import Family
 from torch_autokern.judge.inputs import make_inputs
 from torch_autokern.judge.outcome import Accuracy
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
 from torch_autokern.report.cases import case_name
 from torch_autokern.report.measurement import Row
 from torch_autokern.report.paired import Scope, Side, paired_times
@@ -28,9 +28,9 @@ class BoundCall:
 
     def __init__(self, key: KernelKey, seed: int = 0) -> None:
         self.key = key
-        self.spec = SPECS[key.op]
+        self.spec = spec_of(key)
         self.inputs = make_inputs(self.spec, key, Family.NORMAL, generator_on(device_of(key), seed), "aligned")
-        self._overload: Any = getattr(torch.ops.aten, key.op).default
+        self._overload: Any = self.spec.overload()
         self._positional, self._keyword = self.spec.call_args(self.inputs.tensors, key.scalars)
 
     def __call__(self) -> Any:

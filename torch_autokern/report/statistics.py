@@ -9,8 +9,7 @@ from typing import Any
 import msgspec
 import torch
 
-from torch_autokern.ops import SPECS
-from torch_autokern.ops.spec import op_index
+from torch_autokern.ops import SPECS, spec_for_words
 from torch_autokern.report.cures import WARM, cheapest_cure
 from torch_autokern.report.explanation import summarise_key
 from torch_autokern.runtime.extension import extension_state
@@ -92,6 +91,7 @@ class Stats(msgspec.Struct, frozen=True):
         return "\n".join(lines)
 
 
+_FUNCTIONS = "function"  # all decorated functions together
 _WORDS = {
     "subclass": "tensors that are not plain",
     "layout": "tensors that are not strided",
@@ -110,6 +110,8 @@ _WORDS = {
     "out_of_memory": "no memory for outputs or workspace",
     "reentrant": "calls from inside another kernel",
     "launch_failed": "launches that the driver refused",
+    "body": "functions whose body is not one op",
+    "gradient": "functions of which a gradient is wanted",
 }
 # Gates: such calls are never ours, and nothing in the store can change that.
 _GATE_CURES = {
@@ -125,6 +127,8 @@ _GATE_CURES = {
     "out_of_memory": "torch_autokern.empty_cache(), or a smaller AUTOKERN_POOL_MB",
     "reentrant": "nothing: the outer call is served",
     "launch_failed": "run: autokern doctor",
+    "body": "see docs/functions.md for what a body may hold",
+    "gradient": "autokern.kernel(recompute=True) serves the forward, and computes the body again for the backward",
 }
 
 
@@ -159,19 +163,19 @@ def collect(session: Session, recorded: Workload | None = None) -> Stats:
 
 def _ops(session: Session, native: Any, recorded: Workload | None) -> tuple[OpStats, ...]:
     missed: dict[str, list[tuple[KernelKey, str, int, int]]] = {}
-    specs = {spec.index: spec for spec in SPECS.values()}
     for words, reason, calls in native.missed_keys():
-        spec = specs[op_index(words)]
-        missed.setdefault(spec.name, []).append((spec.decode(words, ()), reason, calls, words[0] >> 32))
+        spec = spec_for_words(words)
+        family = spec.name if spec.name in SPECS else _FUNCTIONS
+        missed.setdefault(family, []).append((spec.decode(words, ()), reason, calls, words[0] >> 32))
     ops = []
-    for spec, counts in zip(SPECS.values(), native.counts(), strict=True):
-        misses = {name: count for name, count in zip(native.reason_names[1:], counts[1:], strict=True) if count}
+    for name, counts in zip((*SPECS, _FUNCTIONS), native.counts(), strict=True):
+        misses = {reason: count for reason, count in zip(native.reason_names[1:], counts[1:], strict=True) if count}
         if not sum(counts):
             continue
-        common = max(misses, key=lambda name: misses[name], default="")
+        common = max(misses, key=lambda reason: misses[reason], default="")
         why = f"{_WORDS[common]} ({misses[common]} calls)" if common else ""
-        cure = _cure(common, missed.get(spec.name, []), session) if common else ""
-        ops.append(OpStats(spec.name, sum(counts), counts[0], misses, why, cure, _share(spec.name, recorded)))
+        cure = _cure(common, missed.get(name, []), session) if common else ""
+        ops.append(OpStats(name, sum(counts), counts[0], misses, why, cure, _share(name, recorded)))
     return tuple(ops)
 
 
@@ -188,8 +192,14 @@ def _cure(reason: str, missed: Sequence[tuple[KernelKey, str, int, int]], sessio
     return cheapest_cure(key, session, session.store.records(), regime=regime, threads=threads)
 
 
+def _family(key: KernelKey) -> str:
+    return key.op if key.op in SPECS else _FUNCTIONS
+
+
 def _share(op: str, recorded: Workload | None) -> float | None:
-    return None if recorded is None else sum(recorded.share(entry) for entry in recorded.entries if entry.key.op == op)
+    if recorded is None:
+        return None
+    return sum(recorded.share(entry) for entry in recorded.entries if op in (entry.key.op, _family(entry.key)))
 
 
 def _kernels(session: Session) -> tuple[KernelStats, ...]:
@@ -205,9 +215,8 @@ def _kernels(session: Session) -> tuple[KernelStats, ...]:
 
 
 def _missed(native: object) -> tuple[MissedKey, ...]:
-    specs = {spec.index: spec for spec in SPECS.values()}
     rows = [
-        MissedKey(summarise_key(specs[op_index(words)].decode(words, ())), reason, calls)
+        MissedKey(summarise_key(spec_for_words(words).decode(words, ())), reason, calls)
         for words, reason, calls in native.missed_keys()  # type: ignore[attr-defined]
     ]
     return tuple(sorted(rows, key=lambda row: (-row.calls, row.call))[:MAX_MISSED_KEYS])

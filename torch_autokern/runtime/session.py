@@ -22,7 +22,7 @@ import torch
 
 from torch_autokern import config
 from torch_autokern.errors import AutokernError, InvalidInputError, PlanError
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import SPECS, spec_of
 from torch_autokern.ops.spec import op_index
 from torch_autokern.runtime.extension import extension_state
 from torch_autokern.runtime.kernel import LoadedKernel, load_cpu_kernel, load_cuda_kernel
@@ -211,7 +211,7 @@ def _load_kernel(stored: StoredRecord, place: int) -> LoadedKernel:
 
 def _check_outputs(key: KernelKey) -> None:
     """A hit of the functional form returns `key.outputs`: they must be laid out as stock's results are."""
-    for mine, stock in zip(key.outputs, SPECS[key.op].stock_outputs(key), strict=True):
+    for mine, stock in zip(key.outputs, spec_of(key).stock_outputs(key), strict=True):
         if mine is None or stock is None:
             continue
         if (mine.dtype, mine.sizes, mine.strides) != (stock.dtype, stock.sizes, stock.strides):

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
+from torch_autokern.ops.function import is_same_op
 from torch_autokern.ops.spec import itemsize
 from torch_autokern.store.key import KernelKey, Target
 from torch_autokern.store.notes import Notes
@@ -72,7 +73,9 @@ def slower_in_fresh_pages(record: KernelRecord, pool_bytes: int) -> str | None:
 def key_difference(key: KernelKey, record: KernelRecord, threads: int) -> str | None:
     """The first field in which a record's key differs from a call's, in words; None when the record fits the call."""
     other = record.key
-    for name in ("op", "device_type", "scalars", "flush_denormal", "mkldnn", "matmul_precision"):
+    if not is_same_op(key.op, other.op):
+        return f"op is {key.op}, the record proves {other.op}"
+    for name in ("device_type", "scalars", "flush_denormal", "mkldnn", "matmul_precision"):
         if getattr(key, name) != getattr(other, name):
             return f"{name} is {getattr(key, name)}, the record proves {getattr(other, name)}"
     for place, tensors, others in (("input", key.tensors, other.tensors), ("output", key.outputs, other.outputs)):
@@ -120,7 +123,7 @@ def build_rows(servables: Sequence[Servable]) -> list[Row]:
     for servable in servables:
         key = servable.record.key
         place = servable.record.target.threads if key.device_type == "cpu" else servable.place
-        by_words.setdefault(SPECS[key.op].encode(key, place), []).append(servable)
+        by_words.setdefault(spec_of(key).encode(key, place), []).append(servable)
     rows: list[Row] = []
     for words, group in sorted(by_words.items()):
         slots = []
