@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torch_autokern import __version__
-from torch_autokern.cli import cache, demo, doctor, explain, judge, record, shell, stats, verify, warm
+from torch_autokern.cli import cache, demo, doctor, explain, judge, record, replay, search, shell, stats, verify, warm
 
 app = typer.Typer(
     name="autokern",
@@ -38,6 +38,8 @@ def _root(version: _Version = False) -> None:
 
 app.command("record", context_settings=record.CONTEXT)(record.record)
 app.command("warm")(warm.warm)
+app.command("search")(search.search)
+app.command("replay")(replay.replay)
 app.command("judge")(judge.judge)
 app.command("verify")(verify.verify)
 app.command("bench")(verify.bench)

@@ -38,7 +38,7 @@ class Bank:
         """See `Proposer`: neighbours whose code fits this key, with the range of their steps made to fit."""
         if brief.round > 1:
             return []
-        offers = []
+        offers: list[Offer] = []
         for stored in self._neighbours(brief):
             candidate = transplanted(stored, brief.key)
             if candidate is not None and len(offers) < CANDIDATES:

@@ -28,6 +28,7 @@ from torch_autokern.errors import InvalidInputError
 from torch_autokern.judge.outcome import Accuracy
 from torch_autokern.search import prompting
 from torch_autokern.search.folder import SETTLED_SECONDS, GivenFile, given_files, refuse, take
+from torch_autokern.search.outcome import describe_key
 from torch_autokern.search.replies import MAX_REPLY_BYTES, author_of, read_kernel
 from torch_autokern.search.tried import Brief, Offer, parents
 from torch_autokern.store.layout import temporary_name
@@ -102,7 +103,7 @@ class Inbox:
         path = self._folder / f"k{brief.place}-r{brief.round}.brief.md"
         task = prompting.task(brief, self._accuracy)
         form = __doc__.split("```")[1].strip() if __doc__ else ""
-        text = f"# {prompting.describe_key(brief.key)}, round {brief.round}\n\n{task}\n## How to answer\n\n```\n{form}\n```\n"
+        text = f"# {describe_key(brief.key)}, round {brief.round}\n\n{task}\n## How to answer\n\n```\n{form}\n```\n"
         temporary = self._folder / temporary_name()
         with contextlib.suppress(OSError):
             temporary.write_text(text)

@@ -6,13 +6,13 @@ sensible, bounded in time and size, and held to the run's budgets before they ar
 
 from __future__ import annotations
 
+import importlib
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import httpx
 import msgspec
 import openai
 
@@ -21,10 +21,12 @@ from torch_autokern.search.budget import BudgetOver, Clock, Meter, Reservation
 from torch_autokern.search.manifest import Ask, ModelShare
 from torch_autokern.search.nodes import Reply
 from torch_autokern.search.replies import MAX_REPLY_BYTES, SCHEMAS, Form
-from torch_autokern.search.run import EndOfJournal, Run
+from torch_autokern.search.run import Run
 
 MAX_BODY_BYTES = 4 << 20  # more than any kernel; a longer answer is cut off and refused
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+# The HTTP library under `openai` (httpx, or httpx2 from openai 3 on): its errors come through while a body is read.
+_http: Any = importlib.import_module(openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0])
 _NO_KEY = "no-key-needed"
 # From the most that a server may offer to the least: how the form is asked for, and the name of the limit on tokens.
 _DIALECTS = (
@@ -149,7 +151,7 @@ class Models:
         if failed.pause is not None:
             return failed.pause
         longest = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** (attempts - 1))
-        return longest * random.uniform(0.5, 1.0)
+        return float(longest) * random.uniform(0.5, 1.0)
 
     def _send(self, model: str, system: str, prompt: str, form: Form, reserved: Reservation) -> _Answer:
         while True:
@@ -172,9 +174,9 @@ class Models:
             except openai.APIStatusError as error:
                 again = error.status_code >= 500 or error.status_code in (408, 409)
                 raise _Failed(f"status {error.status_code}: {error}", again=again, pause=_retry_after(error.response)) from error
-            except httpx.TimeoutException as error:
+            except _http.TimeoutException as error:
                 raise _Failed("the answer stopped in the middle", again=False, used=True) from error
-            except (httpx.HTTPError, httpx.StreamError) as error:
+            except (_http.HTTPError, _http.StreamError) as error:
                 raise _Failed(f"the answer broke off: {error}", again=False, used=True) from error
 
     def _once(self, model: str, system: str, prompt: str, form: Form, tokens: int, dialect: tuple[str, str]) -> _Answer:
@@ -184,10 +186,10 @@ class Models:
             extra["response_format"] = {"type": "json_schema", "json_schema": schema}
         elif dialect[0] == "json_object":
             extra["response_format"] = {"type": "json_object"}
-        messages = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
+        messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
         deadline = time.monotonic() + self._ask.request_seconds
         create = self._openai().chat.completions.with_streaming_response.create
-        with create(model=model, messages=messages, **extra) as response:  # type: ignore[call-overload]
+        with create(model=model, messages=messages, **extra) as response:
             body = b""
             for piece in response.iter_bytes(1 << 16):
                 body += piece
@@ -203,7 +205,7 @@ class Models:
     def _openai(self) -> openai.OpenAI:
         with self._guard:
             if self._client is None:
-                timeout = httpx.Timeout(self._ask.request_seconds, connect=min(10.0, self._ask.request_seconds))
+                timeout = openai.Timeout(self._ask.request_seconds, connect=min(10.0, self._ask.request_seconds))
                 # Retries are ours, so that they are counted, paced and in the journal.
                 self._client = openai.OpenAI(
                     api_key=self._key or _NO_KEY, base_url=self._base_url, timeout=timeout, max_retries=0
@@ -246,12 +248,9 @@ def pick(models: Sequence[ModelShare], number: int) -> str:
     return models[-1].name
 
 
-def _retry_after(response: httpx.Response) -> float | None:
+def _retry_after(response: Any) -> float | None:
     words = response.headers.get("retry-after", "")
     try:
         return max(0.0, float(words)) if words else None
     except ValueError:
         return None
-
-
-__all__ = ["BudgetOver", "EndOfJournal", "Models", "pick"]

@@ -128,7 +128,7 @@ def make_manifest(ask: Ask, workload: Workload, accuracy: Accuracy, targets: dic
     """The head of a new run on this machine."""
     from torch_autokern import __version__
 
-    return Manifest(SCHEMA, __version__, utc_now(), ask, accuracy, workload, {**targets}, stock_build())
+    return Manifest(SCHEMA, __version__, utc_now(), ask, accuracy, workload, {str(kind): found for kind, found in targets.items()}, stock_build())
 
 
 def _named_folder(folder: Path) -> FolderChoice:

@@ -40,7 +40,7 @@ MAX_JOURNAL_BYTES = 1 << 30
 MAX_BLOB_BYTES = 4 << 20
 _LOCK = ".lock"
 _decoder = msgspec.json.Decoder(Node)
-N = TypeVar("N", bound=Node)  # type: ignore[valid-type]
+N = TypeVar("N", bound=Node)
 
 
 class EndOfJournal(Exception):  # noqa: N818 - not a mistake: the place where a replay ends
