@@ -191,7 +191,7 @@ class Models:
         create = self._openai().chat.completions.with_streaming_response.create
         with create(model=model, messages=messages, **extra) as response:
             body = b""
-            for piece in response.iter_bytes(1 << 16):
+            for piece in response.iter_bytes():
                 body += piece
                 if len(body) > MAX_BODY_BYTES:
                     raise _Failed(f"the answer has more than {MAX_BODY_BYTES} bytes", again=False, used=True)
