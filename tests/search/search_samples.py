@@ -111,6 +111,14 @@ def story() -> tuple[Rule, ...]:
     return tuple(rules)
 
 
+def forgetful_story() -> tuple[Rule, ...]:
+    """The same three rounds by a model that remembers nothing: what it says follows from the prompt alone."""
+    rules = [rule for rule in story() if "Give 2" not in rule.match]
+    for number, sign in ((2, "idea 1a(.|\n)*Give 2"), (1, "idea 0a(.|\n)*Give 2"), (0, "Give 2")):
+        rules.append(Rule(sign, reply=ideas(f"idea {number}a", f"idea {number}b")))
+    return tuple(rules)
+
+
 def store_at(root: Path) -> KernelStore:
     root.mkdir(mode=0o700, exist_ok=True)
     return open_store(choice=FolderChoice(root, "test"))

@@ -145,8 +145,12 @@ class KeyRounds:
 
     def earlier_verdict(self, name: str) -> Found | None:
         """See `Ledger`."""
-        node = self.run.known(Outcome, self._by_name[name].node.id, "judge")
-        return node.found if node is not None and node.earlier else None
+        one = self._by_name[name]
+        node = self.run.known(Outcome, one.node.id, "judge")
+        if node is None or not node.earlier:
+            return None
+        self._keep(one, "judge", node.found)
+        return node.found
 
     def _keep(self, one: Tried, stage: Stage, found: Found) -> None:
         if stage == "screen":
