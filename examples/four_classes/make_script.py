@@ -1,6 +1,6 @@
 """Put the story of this example together: `script.json`, what the scripted server answers, from the kernels beside it.
 
-    python examples/four_classes/make_script.py
+python examples/four_classes/make_script.py
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ def part(name: str) -> str:
 
 def two_rows(exp: str, body: str, unroll: int) -> str:
     """A kernel that holds two rows in a vector."""
-    parts = part("_vectors8.h"), part(exp), part("_two_rows.h"), body, f"enum {{ UNROLL = {unroll} }};\n", part("_two_rows_loop.h")
+    parts = (
+        part("_vectors8.h"),
+        part(exp),
+        part("_two_rows.h"),
+        body,
+        f"enum {{ UNROLL = {unroll} }};\n",
+        part("_two_rows_loop.h"),
+    )
     return "".join(parts)
 
 
@@ -89,7 +96,9 @@ ROUNDS = [
 LESSONS = [
     ["Whole rows in exact vectors beat one row at a time: lanes must not be empty."],
     ["Two rows a vector pay; leaving out the maximum overflows on large inputs and is never right."],
-    ["Work for each exponential decides here; one exact factor is enough, because results below the smallest normal number are free."],
+    [
+        "Work for each exponential decides here; one exact factor is enough, because results below the smallest normal number are free."
+    ],
     ["A lane for each row saves shuffles and divisions; an exponential of degree four is too coarse for the stock class."],
     ["What is left is the exponential itself: the reciprocal and more vectors in flight matter little."],
 ]
@@ -109,7 +118,9 @@ def main() -> None:
             if mended:
                 rules.append({"match": f"Idea: {idea[:40]}", "reply": reply(f"Mended: {idea}", mended)})
         rules.append({"match": "## This round", "times": 1, "reply": {"lessons": lessons}})
-        rules.append({"match": "Give 2 new ideas", "times": 1, "reply": {"ideas": [{"idea": one[0]} for one in ROUNDS[number]]}})
+        rules.append(
+            {"match": "Give 2 new ideas", "times": 1, "reply": {"ideas": [{"idea": one[0]} for one in ROUNDS[number]]}}
+        )
     for rule in rules:
         rule["match"] = str(rule["match"]).replace("^", "\\^").replace(".", "\\.")
     (HERE / "script.json").write_text(json.dumps({"rules": rules}, indent=1) + "\n")

@@ -35,8 +35,8 @@ _REFUSED = re.compile(r"refused=(\w+)")
 
 @dataclass
 class PretendEngine:
-    """Judges by the source's own words: ``ratio=1.5`` is its speed, ``refused=wrong_value`` its fate, ``late=1.2`` the verdict's
-    ratio where it differs. `calls` is what was asked."""
+    """Judges by the source's own words: ``ratio=1.5`` is its speed, ``refused=wrong_value`` its fate, ``late=1.2`` the
+    verdict's ratio where it differs. `calls` is what was asked."""
 
     seconds: float = 0.0
     calls: list[tuple[str, str]] = field(default_factory=list)
@@ -104,7 +104,9 @@ def story() -> tuple[Rule, ...]:
     rules = [Rule("## This round", reply={"lessons": ["wide vectors help"]})]
     rules.append(Rule("## Why it was refused\nbuild_failed", reply=kernel("ratio=1.4 mended", 90)))
     rules.append(Rule("## Why it was refused", reply=kernel("refused=wrong_value again", 91)))
-    for number, (good, other) in enumerate((("1.2", "refused=build_failed"), ("1.6", "refused=wrong_value"), ("2.1", "ratio=0.7"))):
+    for number, (good, other) in enumerate(
+        (("1.2", "refused=build_failed"), ("1.6", "refused=wrong_value"), ("2.1", "ratio=0.7"))
+    ):
         rules.append(Rule(f"## The idea\nidea {number}a", reply=kernel(f"ratio={good}", number)))
         rules.append(Rule(f"## The idea\nidea {number}b", reply=kernel(other, 10 + number)))
         rules.append(Rule("Give 2 new ideas", times=1, reply=ideas(f"idea {number}a", f"idea {number}b")))
@@ -143,7 +145,9 @@ def start(folder: Path, ask: Ask, *keys: KernelKey) -> Run:
     return create(folder, manifest, redactor(KEY_SECRET))
 
 
-def search(folder: Path, ask: Ask, *keys: KernelKey, engine: PretendEngine | None = None, store: Path | None = None) -> SearchReport:
+def search(
+    folder: Path, ask: Ask, *keys: KernelKey, engine: PretendEngine | None = None, store: Path | None = None
+) -> SearchReport:
     """Start or go on with a run under the pretend engine."""
     run = start(folder, ask, *keys)
     return go(run, store_at(store or folder.parent / "store"), key=KEY_SECRET, engine=engine or PretendEngine())

@@ -175,7 +175,9 @@ def test_person_steers_with_hint_idea_and_ban_while_the_run_goes_on(tmp_path: Pa
     assert all("- rows are short" in prompt for _, prompt in server.prompts)
     assert any(node.text == "turn it round" for node in run.every(Idea))
     assert {node.dropped for node in run.every(Offered)} == {None, "banned"}
-    assert "action" in (steer / "refused" / "4.json.error.txt").read_text() and sorted(p.name for p in steer.glob("*.json")) == []
+    assert (
+        "action" in (steer / "refused" / "4.json.error.txt").read_text() and sorted(p.name for p in steer.glob("*.json")) == []
+    )
 
 
 def test_near_duplicates_are_dropped_and_named(tmp_path: Path, serve: Any) -> None:
@@ -236,4 +238,4 @@ def test_every_outcome_is_in_the_journal_once(tmp_path: Path, serve: Any) -> Non
     outcomes = [(node.id, node.stage) for node in run.every(Outcome)]
     assert len(outcomes) == len(set(outcomes))
     assert {name for name, stage in outcomes if stage == "screen"} == {n.id for n in run.every(Offered) if n.dropped is None}
-    assert isinstance(run.nodes[-1], Stop) and TARGET == run.manifest.targets["cpu"]
+    assert isinstance(run.nodes[-1], Stop) and run.manifest.targets["cpu"] == TARGET

@@ -40,6 +40,10 @@ def replay(
     else:
         for words in (*report.differences, *(f"{name}: in the journal, not derived" for name in report.unread)):
             typer.echo(shell.plain(f"differs: {words}"))
+        if report.other_prompts:
+            typer.echo(
+                f"{len(report.other_prompts)} prompts would be worded otherwise by this version; their replies were used"
+            )
         typer.echo(
             f"{report.nodes} nodes, {report.rounds} rounds, {report.replies} replies, {report.candidates} candidates: "
             f"{'all derived again' if report.holds else 'not as recorded'}"
@@ -49,9 +53,6 @@ def replay(
 
 
 def _show(record: ReplayedRecord) -> None:
-    typer.echo(
-        shell.plain(
-            f"{record.node}: {record.status}, {record.ratio:.2f}x; record {record.record_id[:12]} {_MARKS[record.same_record]}, "
-            f"library {_MARKS[record.same_binary]}, errors {_MARKS[record.same_errors]}: {record.message}"
-        )
-    )
+    same = f"record {record.record_id[:12]} {_MARKS[record.same_record]}, library {_MARKS[record.same_binary]}"
+    words = f"{record.node}: {record.status}, {record.ratio:.2f}x; {same}, errors {_MARKS[record.same_errors]}"
+    typer.echo(shell.plain(f"{words}: {record.message}"))

@@ -1,4 +1,5 @@
-"""`autokern search`: rounds of ideas, kernels and verdicts for a key or a workload, by models, people, templates and the bank."""
+"""`autokern search`: rounds of ideas, kernels and verdicts for a key or a workload, by models, people, templates and the
+bank."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def search(
     kernels: Annotated[int, typer.Option(help="Kernels for each idea.")] = 2,
     repairs: Annotated[int, typer.Option(help="How often a kernel that fails is mended.")] = 1,
     reply_tokens: Annotated[int, typer.Option(help="Most tokens of one reply.")] = 16000,
-    wait_inbox: Annotated[float, typer.Option(metavar="MINUTES", help="How long a round waits for a reply in the inbox.")] = 0.0,
+    wait_inbox: Annotated[
+        float, typer.Option(metavar="MINUTES", help="How long a round waits for a reply in the inbox.")
+    ] = 0.0,
     threads: Annotated[int | None, typer.Option(help="CPU threads to tune for (default: as recorded, or as torch's).")] = None,
     accuracy: Annotated[str, typer.Option("--class", help="The class to prove: stock, exact or tolerance.")] = "stock",
     atol: Annotated[float, typer.Option(help="Absolute bound for --class tolerance.")] = 0.0,
@@ -116,7 +119,9 @@ def _created(
     out: Path, problem: str | None, ask: Ask, threads: int | None, accuracy: tuple[str, float, float], key_env: str
 ) -> Run:  # fmt: skip
     from torch_autokern import config
-    from torch_autokern.search import loop, problem as problems, run as runs
+    from torch_autokern.search import loop
+    from torch_autokern.search import problem as problems
+    from torch_autokern.search import run as runs
     from torch_autokern.search.session import redactor
 
     if problem is None:
@@ -130,14 +135,16 @@ def _created(
 
 def _resumed(out: Path, problem: str | None, changes: Changes, key_env: str) -> Run:
     from torch_autokern import config
-    from torch_autokern.search import limits, problem as problems, run as runs
+    from torch_autokern.search import limits
+    from torch_autokern.search import problem as problems
+    from torch_autokern.search import run as runs
     from torch_autokern.search.manifest import check
     from torch_autokern.search.session import redactor
 
     run = runs.open_run(out, redactor=redactor(config.api_key(key_env)))
     if problem is not None:
-        asked = {entry.key for entry in problems.resolve(problem).entries}
-        if asked != {entry.key for entry in run.manifest.workload.entries}:
+        asked = {entry.key.digest for entry in problems.resolve(problem).entries}
+        if asked != {entry.key.digest for entry in run.manifest.workload.entries}:
             raise InvalidInputError(f"{out} holds a run about other keys than {problem}; name another folder with --out")
     check(limits.changed(limits.effective(run), changes))
     limits.note(run, changes, _who())

@@ -81,7 +81,9 @@ class Author:
                 failed_plan=encode_plan(one.candidate.plan).decode(), refusal=prompting.refusal_words(refusal),
             )  # fmt: skip
             place = one.node.id.removeprefix(f"{brief.name}.llm.") + f".f{attempt}"
-            made = self._kernel(f"{brief.name}.llm.{place}", pen, words, brief, one.candidate.idea, pen, (one.node.candidate_id,))
+            made = self._kernel(
+                f"{brief.name}.llm.{place}", pen, words, brief, one.candidate.idea, pen, (one.node.candidate_id,)
+            )
             return None if made is None else Offer(place, made, f"mended: {one.candidate.idea}", one.node.id)
 
         return [offer for offer in self._side_by_side(brief, list(enumerate(failed)), mend) if offer is not None]
@@ -129,7 +131,7 @@ class Author:
             return None
 
     def _problem(self, reply: Reply) -> str | None:
-        """"" where there is something to read; None where asking again makes no sense: refused, or nobody answers."""
+        """ "" where there is something to read; None where asking again makes no sense: refused, or nobody answers."""
         if reply.error and (reply.refused or reply.tokens_in == 0):
             return None
         return reply.error

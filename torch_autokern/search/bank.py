@@ -72,7 +72,9 @@ class Bank:
 def _distance(stored: StoredRecord, brief: Brief) -> tuple[float, ...]:
     key, wanted = stored.record.key, brief.key
     dtypes = [None if t is None else t.dtype for t in key.tensors] != [None if t is None else t.dtype for t in wanted.tensors]
-    inner = [None if t is None else t.sizes[-1:] for t in key.tensors] != [None if t is None else t.sizes[-1:] for t in wanted.tensors]
+    inner = [None if t is None else t.sizes[-1:] for t in key.tensors] != [
+        None if t is None else t.sizes[-1:] for t in wanted.tensors
+    ]
     elements = abs(math.log2(max(1, _elements(key)) / max(1, _elements(wanted))))
     return float(dtypes), float(inner), elements, float(stored.record.target != brief.target)
 
@@ -100,6 +102,4 @@ def transplanted(stored: StoredRecord, key: KernelKey) -> Candidate | None:
                 return None
             steps.append(msgspec.structs.replace(step, range=max(1, step.range * new.numel // old.numel)))
         plan = LaunchPlan(plan.version, tuple(steps))
-    return Candidate(
-        candidate.language, candidate.source, plan, candidate.idea, candidate.author, parents=(stored.record_id,)
-    )
+    return Candidate(candidate.language, candidate.source, plan, candidate.idea, candidate.author, parents=(stored.record_id,))

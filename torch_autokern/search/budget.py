@@ -17,7 +17,7 @@ LEAST_REPLY_TOKENS = 256  # less holds neither an idea nor a kernel
 MESSAGE_TOKENS = 32  # room for what a server puts around each message
 
 
-class BudgetOver(Exception):  # noqa: N818 - not a mistake: the run ends as it was asked to
+class BudgetOver(Exception):
     """A budget does not allow the next step."""
 
     def __init__(self, reason: StopReason, message: str) -> None:
@@ -45,8 +45,8 @@ class Reservation(msgspec.Struct, frozen=True):
 
 
 class Clock:
-    """A run's time and its budget (seconds, or None for no end); `before` was used up in earlier lives. It remembers the longest
-    step of each kind, so that none is begun that would probably not end in time."""
+    """A run's time and its budget (seconds, or None for no end); `before` was used up in earlier lives. It remembers the
+    longest step of each kind, so that none is begun that would probably not end in time."""
 
     def __init__(self, budget_seconds: float | None, before: float = 0.0) -> None:
         self._started = time.monotonic() - before
@@ -77,8 +77,8 @@ class Clock:
 
 
 class Meter:
-    """Tokens, money and candidates of a run, those of earlier lives included. Requests that run side by side each hold what they
-    could use at most, so together they cannot exceed a budget either."""
+    """Tokens, money and candidates of a run, those of earlier lives included. Requests that run side by side each hold what
+    they could use at most, so together they cannot exceed a budget either."""
 
     def __init__(self, run: Run, limits: Limits, prices: dict[str, Price]) -> None:
         self._run = run

@@ -8,8 +8,8 @@ RUN/inbox/taken/               replies that the journal has
 RUN/inbox/refused/             replies that could not be used, each with <name>.error.txt beside it
 ```
 
-Write a reply under a hidden name (``.x``) and rename it, or within two seconds.  Any brief of the run may be answered at any time;
-in a run over several keys a reply names its key's number: ``k1-anything.json``.
+Write a reply under a hidden name (``.x``) and rename it, or within two seconds.  Any brief of the run may be answered at
+any time; in a run over several keys a reply names its key's number: ``k1-anything.json``.
 """
 
 from __future__ import annotations

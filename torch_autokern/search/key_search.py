@@ -395,4 +395,3 @@ def record_of(key: KernelKey, target: Target, candidate: Candidate, proof: Proof
 
 def _is_settled(trial: Trial) -> bool:
     return trial.stage != "refused" or trial.reason not in _WORTH_ANOTHER_TRY
-

@@ -1,7 +1,8 @@
 """Language models behind any OpenAI-compatible server: one request, with all that can go wrong with it.
 
-The key comes from the environment only. Requests are paced by what the server says (429, Retry-After), tried again while that is
-sensible, bounded in time and size, and held to the run's budgets before they are sent. The transcript is the run's journal.
+The key comes from the environment only. Requests are paced by what the server says (429, Retry-After), tried again while
+that is sensible, bounded in time and size, and held to the run's budgets before they are sent. The transcript is the run's
+journal.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ class Models:
         text = self._run.put(f"{system}\n{prompt}")
         if known is not None:
             if known.prompt != text:
-                self._run.differences.append(f"{name}: its prompt is another now")
+                self._run.other_prompts.append(name)
             return known
         if self._clock().is_over():
             raise BudgetOver("time", "the time is used up")
@@ -164,7 +165,9 @@ class Models:
                 self._dialects[model] = dialect + 1
             except (openai.AuthenticationError, openai.PermissionDeniedError, openai.NotFoundError) as error:
                 words = self._run.redactor.clean(str(error))
-                raise ModelError(f"{model}: the server refuses to serve: {words}; check --base-url, --model and the key") from None
+                raise ModelError(
+                    f"{model}: the server refuses to serve: {words}; check --base-url, --model and the key"
+                ) from None
             except openai.RateLimitError as error:
                 raise _Failed(f"rate limit: {error}", again=True, pause=_retry_after(error.response)) from error
             except openai.APITimeoutError as error:
@@ -173,7 +176,9 @@ class Models:
                 raise _Failed(f"the server cannot be reached: {error.__cause__ or error}", again=True) from error
             except openai.APIStatusError as error:
                 again = error.status_code >= 500 or error.status_code in (408, 409)
-                raise _Failed(f"status {error.status_code}: {error}", again=again, pause=_retry_after(error.response)) from error
+                raise _Failed(
+                    f"status {error.status_code}: {error}", again=again, pause=_retry_after(error.response)
+                ) from error
             except _http.TimeoutException as error:
                 raise _Failed("the answer stopped in the middle", again=False, used=True) from error
             except (_http.HTTPError, _http.StreamError) as error:
@@ -238,7 +243,8 @@ class Models:
 
 
 def pick(models: Sequence[ModelShare], number: int) -> str:
-    """Model of request `number` (0, 1, ...): a golden-ratio sequence over the shares, so that it is the same in every replay."""
+    """Model of request `number` (0, 1, ...): a golden-ratio sequence over the shares, so that it is the same in every
+    replay."""
     total = sum(model.share for model in models)
     point = (0.5 + number * 0.6180339887498949) % 1.0 * total
     for model in models:

@@ -24,7 +24,7 @@ from torch_autokern.ops import SPECS
 from torch_autokern.runtime.table import CLASSES, refusal
 from torch_autokern.runtime.target import local_target, stock_build
 from torch_autokern.search.bank import Bank
-from torch_autokern.search.budget import BudgetOver, Clock, Meter, Spent
+from torch_autokern.search.budget import BudgetOver, Clock, Meter
 from torch_autokern.search.engine import Engine, LocalEngine
 from torch_autokern.search.journal import KeyJournal
 from torch_autokern.search.key_search import Tally
@@ -90,7 +90,9 @@ def warm(
     ask = Ask(limits=Limits(seconds=budget_seconds))
     run = Run(None, make_manifest(ask, workload, as_accuracy(accuracy), targets))
     named = None if proposers is None else [FunctionProposer(f"p{n}", function) for n, function in enumerate(proposers)]
-    search = _Search(run, ask, store, engine or LocalEngine(allow_weak_box=allow_weak_box), named or [built_in(), Bank(store)], on_event)
+    search = _Search(
+        run, ask, store, engine or LocalEngine(allow_weak_box=allow_weak_box), named or [built_in(), Bank(store)], on_event
+    )
     return search.go()
 
 
@@ -110,7 +112,9 @@ def play(
     search = _Search(run, ask, store, engine, proposers, on_event, meter, searching=True)
     report = search.go()
     spent = search.meter.spent()
-    return SearchReport(report, search.stopped.reason, search.stopped.message, msgspec.to_builtins(spent), str(run.folder or ""))
+    return SearchReport(
+        report, search.stopped.reason, search.stopped.message, msgspec.to_builtins(spent), str(run.folder or "")
+    )
 
 
 def check_known(workload: Workload) -> None:
@@ -128,7 +132,16 @@ def make_manifest(ask: Ask, workload: Workload, accuracy: Accuracy, targets: dic
     """The head of a new run on this machine."""
     from torch_autokern import __version__
 
-    return Manifest(SCHEMA, __version__, utc_now(), ask, accuracy, workload, {str(kind): found for kind, found in targets.items()}, stock_build())
+    return Manifest(
+        SCHEMA,
+        __version__,
+        utc_now(),
+        ask,
+        accuracy,
+        workload,
+        {str(kind): found for kind, found in targets.items()},
+        stock_build(),
+    )
 
 
 def _named_folder(folder: Path) -> FolderChoice:

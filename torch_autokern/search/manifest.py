@@ -20,8 +20,8 @@ class Goal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a run may spend, over all of its lives; None: no bound. Tokens count in and out together; money is in the currency of
-    the price table."""
+    """What a run may spend, over all of its lives; None: no bound. Tokens count in and out together; money is in the
+    currency of the price table."""
 
     seconds: float | None = None
     tokens: int | None = None
@@ -44,8 +44,8 @@ class ModelShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ceiling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Measured on the target: copying a key's bytes (us), multiplying (FLOP/s, 0 where it does not matter), stock's time (us), and
-    the least time (us) that these leave a kernel."""
+    """Measured on the target: copying a key's bytes (us), multiplying (FLOP/s, 0 where it does not matter), stock's time
+    (us), and the least time (us) that these leave a kernel."""
 
     copy_us: float
     flops_per_s: float
@@ -98,7 +98,12 @@ def check(ask: Ask) -> None:
     if not 0 <= ask.repairs <= 10:
         raise InvalidInputError(f"--repairs {ask.repairs} is out of range; give 0 to 10")
     limits = ask.limits
-    for name, value in (("budget", limits.seconds), ("tokens", limits.tokens), ("money", limits.money), ("candidates", limits.candidates)):
+    for name, value in (
+        ("budget", limits.seconds),
+        ("tokens", limits.tokens),
+        ("money", limits.money),
+        ("candidates", limits.candidates),
+    ):
         if value is not None and not 0 < value < float("inf"):
             raise InvalidInputError(f"--{name} {value} is no budget; give a number above 0")
     if not 0 <= ask.goal.limit <= 1 or not 0 <= ask.goal.ratio < float("inf"):

@@ -39,8 +39,8 @@ class Idea(_Node, frozen=True, tag="idea"):
 
 
 class Offered(_Node, frozen=True, tag="candidate"):
-    """A candidate, with the names of its source and plan in `blobs/`. `repairs` is the node that it mends. `dropped` says why it
-    was not built, with the node that it is too near to, or the ban that it meets, in `dropped_for`."""
+    """A candidate, with the names of its source and plan in `blobs/`. `repairs` is the node that it mends. `dropped` says
+    why it was not built, with the node that it is too near to, or the ban that it meets, in `dropped_for`."""
 
     idea: str
     candidate_id: str
@@ -87,8 +87,8 @@ Found = ScreenResult | Refusal | Proof | Failure
 
 
 class Outcome(_Node, frozen=True, tag="outcome"):
-    """How a candidate's screen (`id` is its node's) or verdict ended: exactly one of the four is set. `earlier` says that another
-    run had tried it and its word was taken."""
+    """How a candidate's screen (`id` is its node's) or verdict ended: exactly one of the four is set. `earlier` says that
+    another run had tried it and its word was taken."""
 
     stage: Stage
     screened: ScreenResult | None = None
@@ -105,8 +105,8 @@ class Outcome(_Node, frozen=True, tag="outcome"):
 
 
 class Reply(_Node, frozen=True, tag="reply"):
-    """A model's answer. `prompt` and `text` name blobs. Without a usable answer `error` says why. `charged` tells that the tokens
-    are our upper bound, because the server did not say what it used."""
+    """A model's answer. `prompt` and `text` name blobs. Without a usable answer `error` says why. `charged` tells that the
+    tokens are our upper bound, because the server did not say what it used."""
 
     model: str
     prompt: str

@@ -37,17 +37,17 @@ MAX_LISTED = 60  # ideas, newest last
 _PLACE = re.compile(r"@([a-z_]+)@")
 _RULES = {
     "cpp": (
-        "C++17 for GCC and Clang, compiled with -O3 for this machine's instructions (no -ffast-math). Headers: freestanding ones, "
-        "<math.h>, <string.h>, <stdint.h>, <immintrin.h> and the like. Exported functions are extern \"C\" and named by the plan. "
-        "Forbidden: inline assembly, global or thread-local variables that are written, constructors, allocation, system calls, "
-        "clocks, threads, #line, other headers. Addresses promise the alignment that the call states, no more. Do not change rounding "
-        "or denormal modes."
+        "C++17 for GCC and Clang, compiled with -O3 for this machine's instructions (no -ffast-math). Headers: freestanding "
+        "ones, <math.h>, <string.h>, <stdint.h>, <immintrin.h> and the like. Exported functions are extern "
+        '"C" and named by the plan. Forbidden: inline assembly, global or thread-local variables that are written, '
+        "constructors, allocation, system calls, clocks, threads, #line, other headers. Addresses promise the alignment that "
+        "the call states, no more. Do not change rounding or denormal modes."
     ),
     "cuda": (
-        "CUDA C++ for NVRTC, kernels extern \"C\" __global__ and named by the plan. Forbidden: written global variables, printf, "
-        "device-side launches, clocks, inline PTX that leaves the kernel. Everything runs on the caller's stream."
+        'CUDA C++ for NVRTC, kernels extern "C" __global__ and named by the plan. Forbidden: written global variables, '
+        "printf, device-side launches, clocks, inline PTX that leaves the kernel. Everything runs on the caller's stream."
     ),
-}  # fmt: skip
+}
 
 
 @functools.cache
@@ -145,11 +145,16 @@ def _machine(brief: Brief) -> str:
     threads = f", {target.threads} threads" if target.threads else ""
     lines = [f"{target.name}, {target.arch}{threads}."]
     if ceiling is not None:
-        lines.append(f"PyTorch takes {ceiling.stock_us:.1f} us. Measured here: copying the call's bytes takes {ceiling.copy_us:.1f} us.")
+        lines.append(
+            f"PyTorch takes {ceiling.stock_us:.1f} us. Measured here: copying the call's bytes takes {ceiling.copy_us:.1f} us."
+        )
         if ceiling.flops_per_s:
             lines.append(f"A large product runs at {ceiling.flops_per_s / 1e9:.1f} GFLOP/s.")
         if ceiling.limit_us:
-            lines.append(f"So {ceiling.limit_us:.1f} us is about the least; PyTorch is at {ceiling.limit_us / max(ceiling.stock_us, 1e-9):.0%}.")
+            lines.append(
+                f"So {ceiling.limit_us:.1f} us is about the least; PyTorch is at "
+                f"{ceiling.limit_us / max(ceiling.stock_us, 1e-9):.0%} of that limit."
+            )
     return "\n".join(lines)
 
 
@@ -158,7 +163,9 @@ def _accuracy_words(accuracy: Accuracy) -> str:
         return f"Every element within {accuracy.atol} + {accuracy.rtol} * |truth| of the float64 truth."
     if accuracy.kind == "exact":
         return "Every bit as PyTorch's own result."
-    return "The error against the float64 truth may not exceed PyTorch's own (1.25 times its root mean square, twice its largest)."
+    return (
+        "The error against the float64 truth may not exceed PyTorch's own (1.25 times its root mean square, twice its largest)."
+    )
 
 
 def _plan_words(key: KernelKey) -> str:
@@ -167,14 +174,16 @@ def _plan_words(key: KernelKey) -> str:
     if key.device_type == "cpu":
         example = encode_plan(LaunchPlan(1, (CpuStep("run", 1024, 64, pointers),))).decode()
         words = (
-            'A step of kind "cpu" calls extern "C" void entry(int64_t begin, int64_t end, void* const* pointers) for pieces [begin, end) '
-            "of [0, range), each at least grain long, on several threads at once; pointers are those of args, in order."
+            'A step of kind "cpu" calls extern "C" void entry(int64_t begin, int64_t end, void* const* pointers) for pieces '
+            "[begin, end) of [0, range), each at least grain long, on several threads at once; pointers are those of args, "
+            "in order."
         )
     else:
         example = encode_plan(LaunchPlan(1, (KernelStep("run", (1024, 1, 1), (256, 1, 1), pointers),))).decode()
         words = (
-            'A step of kind "kernel" launches entry with grid, block, cluster and shared_bytes of dynamic shared memory. Arguments: input, '
-            'output, workspace (pointers with offset_bytes), int and float with value and bits, tensor_map. A step of kind "memset" fills.'
+            'A step of kind "kernel" launches entry with grid, block, cluster and shared_bytes of dynamic shared memory. '
+            "Arguments: input, output, workspace (pointers with offset_bytes), int and float with value and bits, tensor_map. "
+            'A step of kind "memset" fills.'
         )
     spaces = 'Workspaces: {"name": "...", "size_bytes": N, "zeroed": false}, used by {"kind": "workspace", "name": "..."}.'
     return f"{words}\nSteps run one after another. {spaces} {limits}\nExample: {example}"

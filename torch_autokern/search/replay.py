@@ -28,7 +28,7 @@ from torch_autokern.search.limits import effective
 from torch_autokern.search.llm import Models
 from torch_autokern.search.loop import play
 from torch_autokern.search.manifest import Ceiling
-from torch_autokern.search.nodes import Intervention, Offered, Outcome, Proof, Reply, RoundEnd
+from torch_autokern.search.nodes import Intervention, Offered, Outcome, Reply, RoundEnd
 from torch_autokern.search.proposers import Proposer
 from torch_autokern.search.run import EndOfJournal, Run, open_run, place_of
 from torch_autokern.search.tried import Brief, Offer
@@ -54,7 +54,8 @@ class ReplayedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replay found. `differences`: where this version derives something else than the run did; `unread`: nodes that the
+    """What a replay found. `differences`: candidates that come out otherwise than in the run. `other_prompts`: requests that this
+    version would word otherwise (their replies are used all the same; another version may). `unread`: nodes that the
     replay had no use for."""
 
     run: str
@@ -63,6 +64,7 @@ class ReplayReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     replies: int
     candidates: int
     differences: tuple[str, ...]
+    other_prompts: tuple[str, ...]
     unread: tuple[str, ...]
     records: tuple[ReplayedRecord, ...]
 
@@ -142,7 +144,7 @@ def replay(
         builder.close()
     return ReplayReport(
         str(folder), len(run.nodes), len(run.every(RoundEnd)), len(run.every(Reply)),
-        sum(one.dropped is None for one in run.every(Offered)), tuple(run.differences), tuple(_unread(run)), tuple(found),
+        sum(one.dropped is None for one in run.every(Offered)), tuple(run.differences), tuple(run.other_prompts), tuple(_unread(run)), tuple(found),
     )  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""What a model or a person hands in: strict forms, read from text that may hold anything. A reply can only ever become an idea, a
-lesson or a candidate; nothing in it is followed."""
+"""What a model or a person hands in: strict forms, read from text that may hold anything. A reply can only ever become an
+idea, a lesson or a candidate; nothing in it is followed."""
 
 from __future__ import annotations
 
@@ -54,13 +54,15 @@ _TEXT: dict[str, Any] = {"type": "string"}
 SCHEMAS: dict[Form, dict[str, Any]] = {
     "ideas": {
         "type": "object",
-        "properties": {"ideas": {"type": "array", "items": {"type": "object", "properties": {"idea": _TEXT}, "required": ["idea"]}}},
+        "properties": {"ideas": {"type": "array", "items": {
+            "type": "object", "properties": {"idea": _TEXT}, "required": ["idea"]}}},
         "required": ["ideas"],
     },
     "kernel": {
         "type": "object",
         "properties": {
-            "language": {"type": "string", "enum": ["cpp", "cuda", "triton"]}, "source": _TEXT, "plan": {"type": "object"}, "idea": _TEXT,
+            "language": {"type": "string", "enum": ["cpp", "cuda", "triton"]}, "source": _TEXT, "idea": _TEXT,
+            "plan": {"type": "object"},
         },
         "required": ["language", "source", "plan"],
     },

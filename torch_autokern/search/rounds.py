@@ -172,7 +172,8 @@ class KeyRounds:
         hints = [node.text for node in self.run.interventions(name) if node.action == "hint"]
         brief = Brief(
             self.entry.key, self.parent.target_for(self.entry.key), self.place, self.rounds, self.parent.ask, ceiling,
-            tuple(self.tried), tuple(self.dropped), tuple(self.ideas.values()), tuple(self.lessons), hints, tuple(self._bans), wishes,
+            tuple(self.tried), tuple(self.dropped), tuple(self.ideas.values()), tuple(self.lessons), hints,
+            tuple(self._bans), wishes,
         )  # fmt: skip
         brief.examples = self._examples(brief)
         return brief

@@ -43,7 +43,7 @@ _decoder = msgspec.json.Decoder(Node)
 N = TypeVar("N", bound=Node)
 
 
-class EndOfJournal(Exception):  # noqa: N818 - not a mistake: the place where a replay ends
+class EndOfJournal(Exception):
     """A replay asked for something that the run never did."""
 
 
@@ -53,7 +53,9 @@ class Run:
     `replaying`: nothing may be added; what is missing raises `EndOfJournal`.
     """
 
-    def __init__(self, folder: Path | None, manifest: Manifest, *, replaying: bool = False, redactor: Redactor | None = None) -> None:
+    def __init__(
+        self, folder: Path | None, manifest: Manifest, *, replaying: bool = False, redactor: Redactor | None = None
+    ) -> None:
         self.folder = folder
         self.manifest = manifest
         self.replaying = replaying
@@ -61,6 +63,7 @@ class Run:
         self.nodes: list[Node] = []
         # What a replay finds: where it derives something else than the run did, what it had no use for, and the candidates.
         self.differences: list[str] = []
+        self.other_prompts: list[str] = []
         self.unread: set[str] = set()
         self.derived: dict[str, Candidate] = {}
         self._by_id: dict[tuple[type, str, str], Node] = {}
@@ -233,7 +236,9 @@ def open_run(folder: Path, *, replaying: bool = False, redactor: Redactor | None
         raw = (folder / MANIFEST).read_bytes()
         manifest = msgspec.json.decode(raw, type=Manifest)
     except OSError as error:
-        raise InvalidInputError(f"{folder} holds no run: {error.strerror}; start one with: autokern search KEY --out {folder}") from error
+        raise InvalidInputError(
+            f"{folder} holds no run: {error.strerror}; start one with: autokern search KEY --out {folder}"
+        ) from error
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidInputError(f"{folder / MANIFEST} is no manifest of a run ({error}); expected schema {SCHEMA}") from error
     if manifest.schema != SCHEMA:

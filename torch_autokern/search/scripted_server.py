@@ -2,8 +2,8 @@
 
     python -m torch_autokern.search.scripted_server script.json --port 8000
 
-The script is ``{"rules": [RULE, ...], "key": "..."}``; with a key, requests must carry it. A request is answered by the first rule
-that fits and is not used up:
+The script is ``{"rules": [RULE, ...], "key": "..."}``; with a key, requests must carry it. A request is answered by the
+first rule that fits and is not used up:
 
     match    a regular expression found in the prompt (the last message); "" fits every one
     model    a regular expression for the whole model name; "" fits every one
@@ -64,7 +64,8 @@ class Script(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ScriptedServer:
-    """A server on this machine's loopback address, with its own thread. `prompts` is what was answered, with the model's name."""
+    """A server on this machine's loopback address, with its own thread. `prompts` is what was answered, with the model's
+    name."""
 
     def __init__(self, script: Script, port: int = 0) -> None:
         self.script = script
@@ -132,11 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None:
         """Silent: a test's output is its own."""
 
-    def do_GET(self) -> None:  # noqa: N802 - the library's name
+    def do_GET(self) -> None:
         """List what was answered."""
         self._send(200, msgspec.json.encode(self.owner.prompts))
 
-    def do_POST(self) -> None:  # noqa: N802 - the library's name
+    def do_POST(self) -> None:
         """Answer a chat completion."""
         with contextlib.suppress(OSError):
             self._answer()
@@ -145,15 +146,18 @@ class _Handler(BaseHTTPRequestHandler):
         raw = self.rfile.read(int(self.headers.get("content-length", 0)))
         key = self.headers.get("authorization", "").removeprefix("Bearer ")
         if not self.path.endswith("/chat/completions"):
-            return self._error(404, f"no such path: {self.path}")
+            self._error(404, f"no such path: {self.path}")
+            return
         if self.owner.script.key and key != self.owner.script.key:
-            return self._error(401, f"wrong key: {key}")
+            self._error(401, f"wrong key: {key}")
+            return
         body = msgspec.json.decode(raw)
         self.owner.bodies.append(body)
         model, prompt = body["model"], body["messages"][-1]["content"]
         rule = self.owner.rule_for(model, prompt)
         if rule is None:
-            return self._error(500, f"the script has no rule for this prompt: {prompt[:200]}")
+            self._error(500, f"the script has no rule for this prompt: {prompt[:200]}")
+            return
         self._serve(rule, model, raw, key)
 
     def _serve(self, rule: Rule, model: str, prompt: bytes, key: str) -> None:

@@ -1,7 +1,7 @@
 """What people tell a run, also while it runs: files in ``RUN/steer/``, read at the start of each round.
 
-A file is JSON, ``{"action": "hint", "text": "...", "author": "..."}``. Each becomes a node with author and time, and is moved to
-``steer/taken/``; one that cannot be read is moved to ``steer/refused/`` with the reason beside it.
+A file is JSON, ``{"action": "hint", "text": "...", "author": "..."}``. Each becomes a node with author and time, and is
+moved to ``steer/taken/``; one that cannot be read is moved to ``steer/refused/`` with the reason beside it.
 """
 
 from __future__ import annotations

@@ -101,8 +101,8 @@ class Offer:
 
 
 def parents(tried: Sequence[Tried], best: int = 3, diverse: int = 2) -> tuple[list[Tried], list[Tried]]:
-    """The fastest right kernels, and of the others the ones that are farthest from all that was chosen (at least a third as fast
-    as the best, so that they are worth learning from)."""
+    """The fastest right kernels, and of the others the ones that are farthest from all that was chosen (at least a third as
+    fast as the best, so that they are worth learning from)."""
     right = sorted((one for one in tried if one.ratio > 0), key=lambda one: (-one.ratio, one.node.id))
     chosen = right[:best]
     rest = [one for one in right[best:] if one.ratio * 3 >= right[0].ratio]
