@@ -54,8 +54,8 @@ class ReplayedRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ReplayReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a replay found. `differences`: candidates that come out otherwise than in the run. `other_prompts`: requests that this
-    version would word otherwise (their replies are used all the same; another version may). `unread`: nodes that the
+    """What a replay found. `differences`: candidates that come out otherwise than in the run. `other_prompts`: requests that
+    this version would word otherwise (their replies are used all the same; another version may). `unread`: nodes that the
     replay had no use for."""
 
     run: str
@@ -144,7 +144,8 @@ def replay(
         builder.close()
     return ReplayReport(
         str(folder), len(run.nodes), len(run.every(RoundEnd)), len(run.every(Reply)),
-        sum(one.dropped is None for one in run.every(Offered)), tuple(run.differences), tuple(run.other_prompts), tuple(_unread(run)), tuple(found),
+        sum(one.dropped is None for one in run.every(Offered)), tuple(run.differences), tuple(run.other_prompts),
+        tuple(_unread(run)), tuple(found),
     )  # fmt: skip
 
 
