@@ -13,7 +13,7 @@ from torch_autokern.runtime.plan import encode_plan
 from torch_autokern.search import prompting
 from torch_autokern.search.budget import BudgetOver
 from torch_autokern.search.llm import Models
-from torch_autokern.search.nodes import Reply
+from torch_autokern.search.nodes import Idea, Reply
 from torch_autokern.search.replies import Form, read_ideas, read_kernel, read_lessons
 from torch_autokern.search.run import EndOfJournal, Run
 from torch_autokern.search.tried import Brief, Offer, Tried, parents
@@ -52,6 +52,8 @@ class Author:
         self._stop_without_models(brief, name, bool(ideas))
         jobs = [(i, j) for i in range(len(ideas)) for j in range(brief.ask.kernels)]
         kin = tuple(one.node.candidate_id for one in parents(brief.tried)[0])
+        for number, (text, author) in enumerate(ideas):
+            self._keep_idea(Idea(f"{brief.name}.llm.i{number}", self._run.now(), text, self.name, author, kin))
 
         def write(job: tuple[int, int]) -> Offer | None:
             i, j = job
@@ -97,6 +99,11 @@ class Author:
         found = self._side_by_side(brief, [0], lambda _: self._ask(
             f"{brief.name}.llm.lessons", model, prompt, "lessons", lambda text: read_lessons(text, MOST_LESSONS)))  # fmt: skip
         return [text for texts in found for text in texts or ()]
+
+    def _keep_idea(self, idea: Idea) -> None:
+        """An idea is noted whether or not a kernel comes of it, so that it is not had again."""
+        if not self._run.replaying and self._run.known(Idea, idea.id) is None:
+            self._run.add(idea)
 
     def _number(self, brief: Brief) -> int:
         """A number for this round's first request; consecutive ones follow."""

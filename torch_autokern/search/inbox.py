@@ -27,6 +27,7 @@ from torch_autokern.build.candidate import Candidate
 from torch_autokern.errors import InvalidInputError
 from torch_autokern.judge.outcome import Accuracy
 from torch_autokern.search import prompting
+from torch_autokern.search.budget import Clock
 from torch_autokern.search.folder import SETTLED_SECONDS, GivenFile, given_files, refuse, take
 from torch_autokern.search.outcome import describe_key
 from torch_autokern.search.replies import MAX_REPLY_BYTES, author_of, read_kernel
@@ -44,11 +45,13 @@ class Inbox:
     derives = False
 
     def __init__(
-        self, folder: Path, accuracy: Accuracy, wait_seconds: float = 0.0, sleep: Callable[[float], None] = time.sleep
+        self, folder: Path, accuracy: Accuracy, wait_seconds: float = 0.0, clock: Clock | None = None,
+        sleep: Callable[[float], None] = time.sleep,
     ) -> None:  # fmt: skip
         self._folder = folder
         self._accuracy = accuracy
         self._wait = wait_seconds
+        self._clock = clock
         self._sleep = sleep
         self._open: list[GivenFile] = []
 
@@ -57,7 +60,7 @@ class Inbox:
         self._write_brief(brief)
         offers = self._read(brief)
         began = time.monotonic()
-        while not offers and time.monotonic() - began < self._wait:
+        while not offers and time.monotonic() - began < self._wait and not (self._clock and self._clock.is_over()):
             self._sleep(_POLL_S)
             offers = self._read(brief)
         return offers

@@ -192,7 +192,10 @@ class Models:
         elif dialect[0] == "json_object":
             extra["response_format"] = {"type": "json_object"}
         messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": prompt}]
-        deadline = time.monotonic() + self._ask.request_seconds
+        left = self._clock().left()
+        seconds = max(0.1, self._ask.request_seconds if left is None else min(left, self._ask.request_seconds))
+        deadline = time.monotonic() + seconds
+        extra["timeout"] = openai.Timeout(seconds, connect=min(10.0, seconds))
         create = self._openai().chat.completions.with_streaming_response.create
         with create(model=model, messages=messages, **extra) as response:
             body = b""
@@ -201,7 +204,7 @@ class Models:
                 if len(body) > MAX_BODY_BYTES:
                     raise _Failed(f"the answer has more than {MAX_BODY_BYTES} bytes", again=False, used=True)
                 if time.monotonic() > deadline:
-                    raise _Failed(f"the answer took more than {self._ask.request_seconds:.0f} s", again=False, used=True)
+                    raise _Failed(f"the answer took more than {seconds:.0f} s", again=False, used=True)
         try:
             return msgspec.json.decode(body, type=_Answer)
         except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -210,10 +213,9 @@ class Models:
     def _openai(self) -> openai.OpenAI:
         with self._guard:
             if self._client is None:
-                timeout = openai.Timeout(self._ask.request_seconds, connect=min(10.0, self._ask.request_seconds))
                 # Retries are ours, so that they are counted, paced and in the journal.
                 self._client = openai.OpenAI(
-                    api_key=self._key or _NO_KEY, base_url=self._base_url, timeout=timeout, max_retries=0
+                    api_key=self._key or _NO_KEY, base_url=self._base_url, max_retries=0
                 )  # fmt: skip
             return self._client
 

@@ -58,6 +58,11 @@ class Parent(SearchParent, Protocol):
         """Keep other processes from the key meanwhile; gives a record that makes the work needless, where one appeared."""
 
 
+def _is_own_idea(node: Idea, base: str) -> bool:
+    """Whether a proposer had this idea in this round by itself: not in mending a kernel."""
+    return node.id.startswith(f"{base}.") and not node.id.endswith(".idea")
+
+
 class KeyRounds:
     """The rounds of one key; `place` is its number in the workload. It is also the ledger of the key's trials."""
 
@@ -196,7 +201,9 @@ class KeyRounds:
             return [one for name in done.candidates if (one := self._known(name)) is not None]
         if done is None and self.run.replaying and not proposer.derives:
             raise EndOfJournal(base)
-        fresh = self._admit(base, proposer.name, proposer.propose(brief))
+        offers = proposer.propose(brief)
+        self.ideas.update((node.id, node) for node in self.run.every(Idea) if _is_own_idea(node, base))
+        fresh = self._admit(base, proposer.name, offers)
         if done is None and not brief.stops:
             names = [node.id for node in self.run.every(Offered) if node.id.startswith(f"{base}.") and not node.repairs]
             if not self.run.replaying:

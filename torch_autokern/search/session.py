@@ -50,7 +50,7 @@ def go(
         "llm": lambda: Author(run, models, run.manifest.accuracy),
         "templates": built_in,
         "bank": lambda: Bank(store),
-        "inbox": lambda: Inbox(_inbox(run), run.manifest.accuracy, ask.inbox_seconds),
+        "inbox": lambda: Inbox(_inbox(run), run.manifest.accuracy, ask.inbox_seconds, clock),
     }
     proposers = [made[name]() for name in ask.proposers]
     return play(run, ask, store, engine or LocalEngine(allow_weak_box=allow_weak_box), proposers, meter, on_event)
