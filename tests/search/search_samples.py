@@ -78,7 +78,8 @@ class PretendEngine:
         self.closed += 1
 
     def _note(self, what: str, one: Candidate) -> None:
-        time.sleep(self.seconds)
+        if self.seconds:
+            time.sleep(self.seconds)
         self.calls.append((what, one.source))
 
     def _ratio(self, one: Candidate) -> float:

@@ -23,16 +23,18 @@ from torch_autokern.store.record import StoredRecord
 from torch_autokern.store.store import KernelStore
 
 CANDIDATES, EXAMPLES = 4, 3
+MOST_READ = 2000  # of a large store the records with the largest speed-ups, so that a key does not wait for all of them
 
 
 class Bank:
-    """Candidates and examples from a store. Only records of templates are left out: the templates answer for themselves."""
+    """Candidates and examples from a store. Records of templates are left out: the templates answer for themselves."""
 
     name = "bank"
     derives = False
 
     def __init__(self, store: KernelStore) -> None:
         self._store = store
+        self._read: dict[str, StoredRecord | None] = {}
 
     def propose(self, brief: Brief) -> Sequence[Offer]:
         """See `Proposer`: neighbours whose code fits this key, with the range of their steps made to fit."""
@@ -59,14 +61,22 @@ class Bank:
 
     def _neighbours(self, brief: Brief) -> list[StoredRecord]:
         near: list[tuple[tuple[float, ...], str, StoredRecord]] = []
-        for row in self._store.index().rows(lambda target, stock_build: target.device_type == brief.target.device_type):
-            stored = self._store.get(row.key_digest, row.record_id)
-            if stored is None or stored.record.key.op != brief.key.op or stored.record.provenance.template:
+        rows = self._store.index().rows(lambda target, stock_build: target.device_type == brief.target.device_type)
+        rows.sort(key=lambda row: (-max(row.ratio_low.values(), default=0.0), row.record_id))
+        for row in rows[:MOST_READ]:
+            if row.record_id not in self._read:
+                self._read[row.record_id] = self._worth_keeping(row.key_digest, row.record_id)
+            stored = self._read[row.record_id]
+            if stored is None or stored.record.key.op != brief.key.op:
                 continue
             if stored.record.key == brief.key and stored.record.target == brief.target:
                 continue  # not a neighbour: this is the key itself
             near.append((_distance(stored, brief), stored.record_id, stored))
         return [stored for _, _, stored in sorted(near, key=lambda item: item[:2])]
+
+    def _worth_keeping(self, key_digest: str, record_id: str) -> StoredRecord | None:
+        stored = self._store.get(key_digest, record_id)
+        return None if stored is None or stored.record.provenance.template else stored
 
 
 def _distance(stored: StoredRecord, brief: Brief) -> tuple[float, ...]:
