@@ -198,10 +198,13 @@ class KeySearch:
         return screened
 
     def _stored_proof(self, name: str) -> Proof | None:
+        """The record that another run made of a candidate. (Triton completes plans: then only the source tells.)"""
+        source = hashlib.sha256(self.candidates[name].source.encode()).hexdigest()
         for stored in self.parent.store.records(self.key.digest):
             record, notes = stored.record, self.parent.store.notes(self.key.digest, stored.record_id)
             origin = record.provenance
-            if record.target == self.target and origin.candidate_id == name and notes.quarantine is None:
+            is_it = origin.candidate_id == name or origin.source_sha256 == source
+            if is_it and record.target == self.target and notes.quarantine is None:
                 digest = hashlib.sha256(stored.data.get(BINARY_BLOBS[self.key.device_type], b"")).hexdigest()
                 parts = origin.candidate_id, origin.tools, origin.box_level, digest
                 return Proof(record.verdict, stored.record_id, origin.created, record.stock_build, *parts)
