@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ROWS = 65536
+ROWS = 16384
 PLAN = {"version": 1, "steps": [{"kind": "cpu", "entry": "run", "range": ROWS, "grain": 2048, "args": [
     {"kind": "input", "index": 0}, {"kind": "output", "index": 0}]}]}  # fmt: skip
 
