@@ -21,7 +21,6 @@ from torch_autokern.search.replay import replay
 from torch_autokern.search.run import open_run
 from torch_autokern.search.scripted_server import Script, ScriptedServer
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "four_classes"
 KEY = {"op": "_softmax", "tensors": [{"dtype": "float32", "sizes": [8, 38]}], "scalars": {"dim": 1, "half_to_float": False}}
 
 
@@ -88,28 +87,3 @@ def test_words_of_options_are_read_as_people_write_them() -> None:
     assert _models(["big:2", "qwen3:8b", "small"]) == (ModelShare("big", 2.0), ModelShare("qwen3:8b"), ModelShare("small"))
     assert _goal("ratio=2") == Goal(ratio=2.0) and _goal("limit=0.9") == Goal(limit=0.9) and _goal(None) == Goal()
     assert _proposers("llm, bank,llm") == ("llm", "bank")
-
-
-def test_recorded_example_tells_a_kernel_that_beats_every_template() -> None:
-    report = replay(EXAMPLE / "run", records=False)
-    assert report.holds and report.rounds == 5, report
-    run = open_run(EXAMPLE / "run", replaying=True)
-    from torch_autokern.search.nodes import Offered, Outcome
-
-    templates = {node.id for node in run.every(Offered) if node.template}
-    proved: dict[bool, list[float]] = {True: [], False: []}
-    screened: dict[bool, list[float]] = {True: [], False: []}
-    for node in run.every(Outcome):
-        if node.proved is not None:
-            proved[node.id in templates].append(node.proved.verdict.timings[0].ratio_low)
-        elif node.screened is not None:
-            screened[node.id in templates].append(node.screened.ratio_high)
-    best = max(proved[False])
-    assert best > max([*screened[True], *(value for value in proved[True])]), "beyond every template, however lucky its screen"
-
-
-@pytest.mark.long
-def test_recorded_example_gives_its_records_again_within_a_minute() -> None:
-    report = replay(EXAMPLE / "run")
-    assert report.holds and report.records
-    assert all(record.status in ("holds", "not_here") for record in report.records), report.records
