@@ -17,7 +17,6 @@ from torch_autokern.cli.main import app
 from torch_autokern.cli.search import _goal, _models, _proposers
 from torch_autokern.errors import AutokernError, InvalidInputError
 from torch_autokern.search.manifest import Goal, ModelShare
-from torch_autokern.search.replay import replay
 from torch_autokern.search.run import open_run
 from torch_autokern.search.scripted_server import Script, ScriptedServer
 
