@@ -40,6 +40,11 @@ def compiler() -> str | None:
     return os.environ.get("AUTOKERN_CXX") or None
 
 
+def api_key(variable: str) -> str | None:
+    """The key of a model's server, from the variable that the person named, or None. Keys come from nowhere else."""
+    return os.environ.get(variable) or None
+
+
 def pool_limit_bytes() -> int | None:
     """Cap of the output pool in bytes, or None for the default.
 

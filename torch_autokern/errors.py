@@ -51,6 +51,14 @@ class DeviceError(JudgeError):
     """The device itself does not answer any more: nothing can be judged on it until a person has looked."""
 
 
+class RunError(AutokernError):
+    """A run's folder cannot be written, or is not whole."""
+
+
+class ModelError(AutokernError):
+    """A language model's server refuses to serve at all: a wrong key, an unknown model, an address that is none."""
+
+
 class StrictModeError(AutokernError):
     """Strict mode: a call inside an optimised scope was not served by a verified kernel."""
 

@@ -15,8 +15,8 @@ from benchmarks import kernelbench, kernelbench_problems
 from benchmarks.kernelbench_worker import Row
 from torch_autokern.errors import InvalidInputError
 from torch_autokern.ops import spec_of
-from torch_autokern.search.problem import load_problem
-from torch_autokern.search.problem_child import read_problem
+from torch_autokern.search.kernelbench import load_problem
+from torch_autokern.search.kernelbench_child import read_problem
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,6 +12,8 @@ from torch_autokern.build.compile import compile_candidate, toolchain
 from torch_autokern.errors import BuildError, StaticRuleError
 from torch_autokern.judge import verdict
 from torch_autokern.judge.outcome import Accuracy, Reason, Refusal, ScreenResult
+from torch_autokern.search.ceiling import measure_ceiling
+from torch_autokern.search.manifest import Ceiling
 from torch_autokern.store.key import DeviceType, KernelKey, Target
 from torch_autokern.store.record import Verdict
 
@@ -36,6 +38,9 @@ class Engine(Protocol):
 
     def judge(self, artifact: Artifact, key: KernelKey, target: Target, accuracy: Accuracy) -> Verdict | Refusal:
         """The full verdict on one finalist."""
+
+    def ceiling(self, key: KernelKey, target: Target) -> Ceiling:
+        """What the machine can do at most for a key, measured there."""
 
     def close(self) -> None:
         """End the processes that wait for more work."""
@@ -79,6 +84,10 @@ class LocalEngine:
     def judge(self, artifact: Artifact, key: KernelKey, target: Target, accuracy: Accuracy) -> Verdict | Refusal:
         """See `Engine`."""
         return verdict.judge(artifact, key, target, accuracy, allow_weak_box=self._allow_weak_box)
+
+    def ceiling(self, key: KernelKey, target: Target) -> Ceiling:
+        """See `Engine`."""
+        return measure_ceiling(key, target)
 
     def close(self) -> None:
         """See `Engine`."""

@@ -1,24 +1,21 @@
-"""What was tried for a key and how it ended: one append-only file a key, so that a search that was stopped goes on.
-
-A line is ``<first 16 hex digits of the JSON's SHA-256> <JSON>``. A torn line (a kill or a power cut in the middle of a write)
-fails its checksum and costs only itself.
+"""What was tried for a key and how it ended, by whichever run: one append-only file a key in the store (`lines.py`), so that
+no run repeats a trial of another and a search that was stopped goes on. The story of one run is in its folder (`run.py`).
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
+from torch_autokern.search.lines import append_line, whole_lines
 from torch_autokern.store.files import make_folders
 from torch_autokern.store.key import canonical_json
 from torch_autokern.store.layout import version_folder
 
 MAX_JOURNAL_BYTES = 64 << 20
-_CHECKSUM_DIGITS = 16
 
 Stage = Literal["screened", "accepted", "refused"]
 
@@ -70,22 +67,12 @@ class KeyJournal:
 
     def append(self, trial: Trial) -> None:
         """Add a trial, durably where the disk allows it."""
-        body = canonical_json(trial)
-        line = hashlib.sha256(body).hexdigest()[:_CHECKSUM_DIGITS].encode() + b" " + body + b"\n"
         if self._root is None or self._path is None:
             self._unwritten.append(trial)
             return
         try:
             make_folders(self._root, self._path.parent)
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-            try:
-                # After a torn line the next one starts fresh.
-                size = os.fstat(descriptor).st_size
-                torn = size > 0 and os.pread(descriptor, 1, size - 1) != b"\n"
-                os.write(descriptor, b"\n" + line if torn else line)
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            append_line(self._path, canonical_json(trial))
         except OSError:
             # A full disk costs a later run some repeated work, never this run its result.
             self._unwritten.append(trial)
@@ -98,13 +85,10 @@ class KeyJournal:
                 data = file.read(MAX_JOURNAL_BYTES)
         except OSError:
             return []
-        return [trial for line in data.splitlines() if (trial := _decode(line)) is not None]
+        return [trial for body in whole_lines(data) if (trial := _decode(body)) is not None]
 
 
-def _decode(line: bytes) -> Trial | None:
-    checksum, _, body = line.partition(b" ")
-    if hashlib.sha256(body).hexdigest()[:_CHECKSUM_DIGITS].encode() != checksum:
-        return None
+def _decode(body: bytes) -> Trial | None:
     try:
         return msgspec.json.decode(body, type=Trial)
     except (msgspec.DecodeError, RecursionError):

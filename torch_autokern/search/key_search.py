@@ -1,25 +1,30 @@
-"""One key's search: build the batch, screen one by one, judge the finalists, publish what is proved."""
+"""One key's trials: build a batch, screen one by one, judge the finalists, publish what is proved.
+
+Every step is asked of the run's ledger first, so a run that is taken up again repeats nothing, and a replay does nothing."""
 
 from __future__ import annotations
 
 import hashlib
-import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from torch_autokern.build.candidate import Artifact, Candidate
+import msgspec
+
+from torch_autokern.build.candidate import BINARY_BLOBS, Artifact, Candidate
 from torch_autokern.errors import JudgeError
 from torch_autokern.judge.outcome import ACCEPT_RATIO, Accuracy, Reason, Refusal, ScreenResult
 from torch_autokern.runtime.target import stock_build
+from torch_autokern.search.budget import Clock
 from torch_autokern.search.engine import Engine
 from torch_autokern.search.journal import KeyJournal, Trial
+from torch_autokern.search.nodes import Failure, Found, Proof, Stage
 from torch_autokern.search.outcome import Activity, KeyResult
 from torch_autokern.store.key import KernelKey, Target
-from torch_autokern.store.record import KernelRecord, Provenance, Verdict
+from torch_autokern.store.record import KernelRecord, Provenance, Timing, Verdict, encode_record, record_id_of
 from torch_autokern.store.store import KernelStore, PublishOutcome, utc_now
 from torch_autokern.store.workload import Workload, WorkloadEntry
 
@@ -41,36 +46,20 @@ class Tally:
     finished: int = 0
 
 
-class Clock:
-    """A run's time and its budget (seconds, or None for no end)."""
+class Ledger(Protocol):
+    """The story of the run that trials belong to: what it holds already is not done again, and what happens is noted there."""
 
-    def __init__(self, budget_seconds: float | None) -> None:
-        self._started = time.monotonic()
-        self._budget = budget_seconds
+    def recall(self, name: str, stage: Stage) -> Found | None:
+        """How that step of a candidate ended, where the run knows it."""
 
-    def elapsed(self) -> float:
-        """Seconds since the run began."""
-        return time.monotonic() - self._started
+    def note(self, name: str, stage: Stage, found: Found, *, earlier: bool = False) -> None:
+        """Keep how it ended; `earlier`: another run's word."""
 
-    def left(self) -> float | None:
-        """Seconds left, never negative; None without a budget."""
-        return None if self._budget is None else max(0.0, self._budget - self.elapsed())
-
-    def is_over(self) -> bool:
-        """Whether the budget is used up."""
-        return self.left() == 0.0
-
-    def allot(self, times_us: Sequence[float]) -> float:
-        """Seconds from now that the first of the keys with these stock times may take: by the square root of their times, so
-        that one long key does not starve the others. Infinite without a budget."""
-        left = self.left()
-        if left is None:
-            return math.inf
-        weights = [math.sqrt(max(time_us, 1.0)) for time_us in times_us]
-        return left * weights[0] / sum(weights)
+    def earlier_verdict(self, name: str) -> Found | None:
+        """The verdict on a candidate where it is another run's word."""
 
 
-class Run(Protocol):
+class Parent(Protocol):
     """What a key's search needs of the run that it belongs to."""
 
     store: KernelStore
@@ -95,60 +84,131 @@ class Run(Protocol):
 
 
 class KeySearch:
-    """The trials of one key. `allotted` is the time in seconds that it should not exceed."""
+    """The trials of one key: `screen` batches of candidates, `judge` the best of them, and `result` says how it stands.
+
+    `allotted` is the time in seconds that it should not exceed. Without `publishing` nothing is stored (a replay).
+    """
 
     def __init__(
-        self,
-        run: Run,
-        entry: WorkloadEntry,
-        candidates: Sequence[Candidate],
-        journal: KeyJournal,
-        context: str,
-        allotted: float,
-    ) -> None:
+        self, run: Parent, entry: WorkloadEntry, journal: KeyJournal, context: str, ledger: Ledger, allotted: float, *,
+        publishing: bool = True,
+    ) -> None:  # fmt: skip
         self.parent = run
         self.entry = entry
         self.key = entry.key
         self.target = run.target_for(entry.key)
-        self.candidates = {candidate.candidate_id: candidate for candidate in candidates}
+        self.candidates: dict[str, Candidate] = {}
         self.journal = journal
         self.context = context
-        self.trials = {name: trial for name, trial in journal.read(context).items() if _is_settled(trial)}
+        self.ledger = ledger
+        self.trials: dict[str, Trial] = {}
         self.artifacts: dict[str, Artifact] = {}
-        self.best_ratio = max((trial.ratio for trial in self.trials.values()), default=0.0)
+        self.won: tuple[Timing, PublishOutcome] | None = None
         self.started = time.monotonic()
         self.allotted = allotted
+        self.publishing = publishing
+        self.out_of_time = False
         self.failure = ""
 
-    def run(self) -> KeyResult:
-        """Screen what was not tried, judge the finalists, publish the best."""
-        self._build_and_screen()
-        won: tuple[Verdict, PublishOutcome] | None = None
-        judged = sum(trial.judged for trial in self.trials.values())
-        for trial in self._finalists(FINALISTS - judged):
-            if won is not None and (self._is_late(1.0) or trial.ratio_high <= won[0].timings[0].ratio_low):
-                break
-            if self.parent.clock.is_over():
-                break
-            verdict = self._judge(trial)
-            if verdict is not None and (won is None or verdict.timings[0].ratio_low > won[0].timings[0].ratio_low):
-                won = verdict, self._publish(self.artifacts[trial.candidate_id], verdict)
-                self._settle(trial, verdict)
-            elif verdict is not None:
-                self._settle(trial, verdict)
-        return self._lost() if won is None else self._result(*won)
+    @property
+    def best_ratio(self) -> float:
+        """The best that was timed, right or not clearly faster; 0: none."""
+        return max((trial.ratio for trial in self.trials.values()), default=0.0)
 
-    def _build_and_screen(self) -> None:
-        waiting = [candidate for name, candidate in self.candidates.items() if name not in self.trials]
-        if not waiting:
+    def screen(self, candidates: Sequence[Candidate]) -> None:
+        """Build what was not tried, and screen it; stops where time is up."""
+        self.candidates.update((candidate.candidate_id, candidate) for candidate in candidates)
+        settled = self.journal.read(self.context) if self.publishing else {}
+        waiting: list[Candidate] = []
+        for name, candidate in {candidate.candidate_id: candidate for candidate in candidates}.items():
+            found = self.ledger.recall(name, "screen")
+            if found is None and name in settled and _is_settled(settled[name]):
+                found = self._take_word(settled[name])
+            if found is None:
+                waiting.append(candidate)
+                continue
+            self._remember(name, found)
+            verdict = self.ledger.earlier_verdict(name)
+            if isinstance(verdict, Proof):
+                self._win_again(name, verdict)
+            elif verdict is not None:
+                self._remember(name, verdict)
+        if not waiting or not self.publishing:
             return
         ready = set(self._build(waiting))
-        in_order = [name for name in self.candidates if name in ready]
+        in_order = [candidate.candidate_id for candidate in waiting if candidate.candidate_id in ready]
         for name in in_order:
             # The first one is always screened: a budget that allows a build should allow an answer.
-            if name != in_order[0] and (self._is_late(_SCREEN_PART) or self.parent.clock.is_over()):
+            self.out_of_time |= self.parent.clock.is_over("screen")
+            if name != in_order[0] and (self._is_late(_SCREEN_PART) or self.out_of_time):
                 return
             self._screen(name)
+
+    def judge(self, candidates: Sequence[Candidate], count: int = FINALISTS) -> None:
+        """Judge the best `count` of these that could beat what is proved, and publish each that does."""
+        names = {candidate.candidate_id for candidate in candidates}
+        earlier = sum(self.ledger.earlier_verdict(name) is not None for name in names)
+        for trial in self._finalists(names, count - earlier):
+            if self.won is not None and (self._is_late(1.0) or trial.ratio_high <= self.won[0].ratio_low):
+                break
+            name = trial.candidate_id
+            found = self.ledger.recall(name, "judge")
+            if isinstance(found, Proof):
+                self._win_again(name, found)
+                continue
+            if found is not None:
+                self._remember(name, found)
+                continue
+            self.out_of_time |= self.parent.clock.is_over("judge")
+            if self.out_of_time or not self.publishing:
+                break
+            verdict = self._judge(trial)
+            if verdict is not None:
+                self._win(trial, verdict)
+
+    def result(self) -> KeyResult:
+        """How the key stands now."""
+        return self._lost() if self.won is None else self._result(*self.won)
+
+    def _remember(self, name: str, found: Found) -> None:
+        """Take over what the run knows already."""
+        if isinstance(found, ScreenResult):
+            self.trials[name] = Trial(self.context, name, "screened", "", "", found.ratio, found.ratio_low, found.ratio_high)
+        elif isinstance(found, Refusal):
+            words = found.reason.value, found.message[:1000]
+            self.trials[name] = Trial(self.context, name, "refused", *words, found.best_ratio or 0.0)
+        elif name in self.trials:
+            self.trials[name] = msgspec.structs.replace(self.trials[name], stage="accepted")  # not to be judged again
+
+    def _take_word(self, trial: Trial) -> Found:
+        """Note what another run found out about a candidate, and return its screen."""
+        name = trial.candidate_id
+        ratios = trial.ratio, trial.ratio_low, trial.ratio_high
+        screened: Found = ScreenResult(*ratios, 0.0, 0.0, (), 0.0)
+        if trial.stage == "refused":
+            refusal = Refusal(Reason(trial.reason), trial.message, best_ratio=trial.ratio or None)
+            if trial.judged:
+                self.ledger.note(name, "judge", refusal, earlier=True)
+            else:
+                screened = refusal
+        elif trial.stage == "accepted":
+            gone = Failure("proved by another run, whose record is not served any more")
+            self.ledger.note(name, "judge", self._stored_proof(name) or gone, earlier=True)
+        self.ledger.note(name, "screen", screened, earlier=True)
+        return screened
+
+    def _stored_proof(self, name: str) -> Proof | None:
+        """The record that another run made of a candidate. (Triton completes plans: then only the source tells.)"""
+        source = hashlib.sha256(self.candidates[name].source.encode()).hexdigest()
+        for stored in self.parent.store.records(self.key.digest):
+            record, notes = stored.record, self.parent.store.notes(self.key.digest, stored.record_id)
+            origin = record.provenance
+            is_it = origin.candidate_id == name or origin.source_sha256 == source
+            if is_it and record.target == self.target and notes.quarantine is None:
+                digest = hashlib.sha256(stored.data.get(BINARY_BLOBS[self.key.device_type], b"")).hexdigest()
+                parts = origin.candidate_id, origin.tools, origin.box_level, digest
+                return Proof(record.verdict, stored.record_id, origin.created, record.stock_build, *parts)
+        return None
 
     def _build(self, candidates: Sequence[Candidate]) -> Iterator[str]:
         """Build, keep the artifacts, and yield the ids of the candidates that have one. (An artifact's own candidate may be
@@ -165,41 +225,45 @@ class KeySearch:
 
     def _screen(self, name: str) -> None:
         try:
-            with self.parent.quiet():
+            with self.parent.quiet(), self.parent.clock.timed("screen"):
                 found = self.parent.engine.screen(self.artifacts[name], self.key, self.target, self.parent.accuracy)
         except JudgeError as error:
-            self.failure = str(error)
-            self.parent.judge_failed(error)
+            self._judge_failed(name, "screen", error)
             return
         self.parent.judge_failures = 0
         self.parent.tally.screened += 1
-        if isinstance(found, ScreenResult):
-            self.best_ratio = max(self.best_ratio, found.ratio)
-            if found.ratio_high > ACCEPT_RATIO:
-                self.parent.tally.finished += 1
-                self._note(Trial(self.context, name, "screened", "", "", found.ratio, found.ratio_low, found.ratio_high))
-            else:
-                message = f"screened at {found.ratio:.3f} ({found.ratio_low:.3f} to {found.ratio_high:.3f})"
-                self._refuse(name, Refusal(Reason.NOT_FASTER, message, best_ratio=found.ratio), judged=False)
-        else:
+        if isinstance(found, Refusal):
             self._refuse(name, found, judged=False)
+        elif found.ratio_high > ACCEPT_RATIO:
+            self.parent.tally.finished += 1
+            self.ledger.note(name, "screen", found)
+            self._note(Trial(self.context, name, "screened", "", "", found.ratio, found.ratio_low, found.ratio_high))
+        else:
+            message = f"screened at {found.ratio:.3f} ({found.ratio_low:.3f} to {found.ratio_high:.3f})"
+            self._refuse(name, Refusal(Reason.NOT_FASTER, message, best_ratio=found.ratio), judged=False)
         self._say("screening")
 
-    def _finalists(self, count: int) -> list[Trial]:
-        waiting = [t for name, t in self.trials.items() if t.stage == "screened" and name in self.candidates]
-        return sorted(waiting, key=lambda trial: -trial.ratio)[: max(0, count)]
+    def _finalists(self, names: Collection[str], count: int) -> list[Trial]:
+        waiting = [trial for name, trial in self.trials.items() if trial.stage == "screened" and name in names]
+        return sorted(waiting, key=lambda trial: (-trial.ratio, trial.candidate_id))[: max(0, count)]
+
+    def _artifact(self, name: str) -> Artifact | None:
+        """The built candidate, built again where this process has not done it."""
+        if name not in self.artifacts:
+            list(self._build([self.candidates[name]]))
+        return self.artifacts.get(name)
 
     def _judge(self, trial: Trial) -> Verdict | None:
         name = trial.candidate_id
-        if name not in self.artifacts and not list(self._build([self.candidates[name]])):
+        artifact = self._artifact(name)
+        if artifact is None:
             return None
         self._say("judging")
         try:
-            with self.parent.quiet():
-                found = self.parent.engine.judge(self.artifacts[name], self.key, self.target, self.parent.accuracy)
+            with self.parent.quiet(), self.parent.clock.timed("judge"):
+                found = self.parent.engine.judge(artifact, self.key, self.target, self.parent.accuracy)
         except JudgeError as error:
-            self.failure = str(error)
-            self.parent.judge_failed(error)
+            self._judge_failed(name, "judge", error)
             return None
         self.parent.judge_failures = 0
         self.parent.tally.judged += 1
@@ -207,46 +271,58 @@ class KeySearch:
             self._refuse(name, found, judged=True)
             self._say("judging")
             return None
-        self.best_ratio = max(self.best_ratio, found.timings[0].ratio)
-        self._say("judging")
         return found
 
-    def _publish(self, artifact: Artifact, verdict: Verdict) -> PublishOutcome:
-        """Before the journal says accepted: a kill in between repeats a verdict and loses nothing."""
-        candidate = artifact.candidate
-        record = KernelRecord(
-            key=self.key,
-            target=self.target,
-            stock_build=stock_build(),
-            verdict=verdict,
-            provenance=Provenance(
-                candidate_id=artifact.identity,
-                author=candidate.author,
-                idea=candidate.idea,
-                language=candidate.language,
-                template=candidate.template,
-                parameters=candidate.parameters,
-                parents=candidate.parents,
-                source_sha256=hashlib.sha256(candidate.source.encode()).hexdigest(),
-                tools=artifact.tools,
-                box_level=artifact.box_level,
-                created=utc_now(),
-            ),
-            blobs=(),
-        )
-        return self.parent.store.publish(record, artifact.blobs())
+    def _judge_failed(self, name: str, stage: Stage, error: JudgeError) -> None:
+        self.failure = str(error)
+        self.parent.judge_failed(error)
+        self.ledger.note(name, stage, Failure(str(error)[:1000]))
 
-    def _settle(self, trial: Trial, verdict: Verdict) -> None:
+    def _win(self, trial: Trial, verdict: Verdict) -> None:
+        """Run's journal, store, key's journal, in this order: a kill in between repeats a step and loses nothing."""
+        artifact = self.artifacts[trial.candidate_id]
+        proof = proof_of(self.key, self.target, artifact, verdict, utc_now())
+        self.ledger.note(trial.candidate_id, "judge", proof)
+        self._publish(artifact, proof)
+        self._settle(trial.candidate_id, verdict)
+        self._say("judging")
+
+    def _win_again(self, name: str, proof: Proof) -> None:
+        """A verdict that the run has already; its record is written where the store misses it."""
+        digest = self.key.digest
+        if not self.publishing or self.parent.store.get(digest, proof.record_id) is not None:
+            self._keep_best(proof.verdict, PublishOutcome("already_there", proof.record_id))
+        else:
+            artifact = self._artifact(name)
+            if artifact is not None:
+                self._publish(artifact, proof)
+        self._settle(name, proof.verdict, noting=False)
+
+    def _publish(self, artifact: Artifact, proof: Proof) -> None:
+        timing = proof.verdict.timings[0]
+        if self.won is not None and timing.ratio_low <= self.won[0].ratio_low:
+            return  # proved, and slower than what is proved: it stays in the run's journal
+        record = record_of(self.key, self.target, artifact.candidate, proof)
+        self._keep_best(proof.verdict, self.parent.store.publish(record, artifact.blobs()))
+
+    def _keep_best(self, verdict: Verdict, published: PublishOutcome) -> None:
+        timing = verdict.timings[0]
+        if self.won is None or timing.ratio_low > self.won[0].ratio_low:
+            self.won = timing, published
+
+    def _settle(self, name: str, verdict: Verdict, *, noting: bool = True) -> None:
         timing = verdict.timings[0]
         ratios = timing.ratio, timing.ratio_low, timing.ratio_high
-        self._note(Trial(self.context, trial.candidate_id, "accepted", "", "", *ratios, judged=True))
+        trial = Trial(self.context, name, "accepted", "", "", *ratios, judged=True)
+        self.trials[name] = trial
+        if noting:
+            self.journal.append(trial)
 
     def _refuse(self, name: str, refusal: Refusal, *, judged: bool) -> None:
         ratio = refusal.best_ratio or 0.0
-        if refusal.reason is Reason.NOT_FASTER:
-            self.best_ratio = max(self.best_ratio, ratio)
         self.parent.tally.refused += 1
         self.parent.tally.finished += 0 if judged else 1
+        self.ledger.note(name, "judge" if judged else "screen", refusal)
         self._note(Trial(self.context, name, "refused", refusal.reason.value, refusal.message[:1000], ratio, judged=judged))
 
     def _note(self, trial: Trial) -> None:
@@ -259,8 +335,7 @@ class KeySearch:
     def _say(self, activity: Activity) -> None:
         self.parent.say(activity, self.entry, best=self.best_ratio)
 
-    def _result(self, verdict: Verdict, published: PublishOutcome) -> KeyResult:
-        timing = verdict.timings[0]
+    def _result(self, timing: Timing, published: PublishOutcome) -> KeyResult:
         reason = f"kept in memory only: {published.reason}" if published.status == "memory_only" else ""
         ratios = timing.ratio, timing.ratio_low, timing.ratio_high
         share = self.parent.workload.share(self.entry)
@@ -273,7 +348,7 @@ class KeySearch:
 
     def _why_lost(self, best: float) -> str:
         untried = len(self.candidates.keys() - self.trials.keys())
-        waiting = bool(self._finalists(FINALISTS - sum(trial.judged for trial in self.trials.values())))
+        waiting = bool(self._finalists(self.candidates, FINALISTS - sum(trial.judged for trial in self.trials.values())))
         words: list[str] = []
         if self.parent.clock.is_over() or untried or waiting:
             left = f"{untried} candidates not tried" if untried else "finalists not judged" if waiting else "time is up"
@@ -287,6 +362,38 @@ class KeySearch:
             worst = next((t for t in refused if t.reason != Reason.NOT_FASTER.value), refused[0])
             words.append(f"refused: {listed}; for example: {worst.message}" + (f"; best {best:.2f}x" if best else ""))
         return "; ".join(words) or "nothing was clearly faster"
+
+
+def proof_of(key: KernelKey, target: Target, artifact: Artifact, verdict: Verdict, created: str) -> Proof:
+    """An accepted candidate, with the id that its record has or will have."""
+    digest = hashlib.sha256(artifact.binary).hexdigest()
+    proof = Proof(verdict, "", created, stock_build(), artifact.identity, artifact.tools, artifact.box_level, digest)
+    record = record_of(key, target, artifact.candidate, proof)
+    return msgspec.structs.replace(proof, record_id=record_id_of(encode_record(record, artifact.blobs())))
+
+
+def record_of(key: KernelKey, target: Target, candidate: Candidate, proof: Proof) -> KernelRecord:
+    """The record of a proof: the same value whenever it is made."""
+    return KernelRecord(
+        key=key,
+        target=target,
+        stock_build=proof.stock_build,
+        verdict=proof.verdict,
+        provenance=Provenance(
+            candidate_id=proof.identity,
+            author=candidate.author,
+            idea=candidate.idea,
+            language=candidate.language,
+            template=candidate.template,
+            parameters=candidate.parameters,
+            parents=candidate.parents,
+            source_sha256=hashlib.sha256(candidate.source.encode()).hexdigest(),
+            tools=proof.tools,
+            box_level=proof.box_level,
+            created=proof.created,
+        ),
+        blobs=(),
+    )
 
 
 def _is_settled(trial: Trial) -> bool:

@@ -1,17 +1,22 @@
-"""`warm`: keys by their share of time; propose, build, screen, judge, store; stop and go on at any moment."""
+"""The search: whichever key promises most gets the next round, until goals are met or a budget is used up.
+
+`warm` is a search of one round whose proposers are the templates and the bank, with nothing but the store to remember it by.
+`search` has a run folder, more rounds and more proposers. Both are `_Search`.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import platform
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import msgspec
 import torch
 
-from torch_autokern.build.candidate import Candidate
 from torch_autokern.errors import DeviceError, InvalidInputError, JudgeError, StoreError
 from torch_autokern.judge.inputs import check_supported
 from torch_autokern.judge.outcome import JUDGE_VERSION, Accuracy, as_accuracy
@@ -19,21 +24,25 @@ from torch_autokern.ops import SPECS
 from torch_autokern.ops.function import is_function
 from torch_autokern.runtime.table import CLASSES, refusal
 from torch_autokern.runtime.target import local_target, stock_build
-from torch_autokern.search import templates
+from torch_autokern.search.bank import Bank
+from torch_autokern.search.budget import BudgetOver, Clock, Meter
 from torch_autokern.search.engine import Engine, LocalEngine
 from torch_autokern.search.journal import KeyJournal
-from torch_autokern.search.key_search import Clock, KeySearch, Tally
-from torch_autokern.search.outcome import Activity, KeyResult, Progress, WarmInterrupted, WarmReport
+from torch_autokern.search.key_search import Tally
+from torch_autokern.search.manifest import SCHEMA, Ask, Ceiling, Limits, Manifest
+from torch_autokern.search.nodes import Measured, Stop, StopReason
+from torch_autokern.search.outcome import Activity, KeyResult, Progress, SearchReport, WarmInterrupted, WarmReport
+from torch_autokern.search.proposers import Function, FunctionProposer, Proposer, built_in
+from torch_autokern.search.rounds import KeyRounds
+from torch_autokern.search.run import EndOfJournal, Run
 from torch_autokern.store.folders import FolderChoice, folder_refusal
 from torch_autokern.store.key import DeviceType, KernelKey, Target, canonical_json
 from torch_autokern.store.record import StoredRecord, Timing
-from torch_autokern.store.store import KernelStore, open_store
+from torch_autokern.store.store import KernelStore, open_store, utc_now
 from torch_autokern.store.workload import Workload, WorkloadEntry
 
-__all__ = ["KeyResult", "Progress", "WarmInterrupted", "WarmReport", "warm"]
+__all__ = ["KeyResult", "Progress", "SearchReport", "WarmInterrupted", "WarmReport", "play", "warm"]
 
-Proposer = Callable[[KernelKey, Target], Sequence[Candidate]]
-DEFAULT_PROPOSERS: tuple[Proposer, ...] = (templates.propose,)
 # Another process that holds a key is waited for as long as its journal grows in such a while (`survive.md`: never for ever).
 _LOCK_PATIENCE_S = 30.0
 _QUIET_PATIENCE_S = 120.0
@@ -46,7 +55,7 @@ def warm(
     store: KernelStore | Path | None = None,
     accuracy: Accuracy | str = "stock",
     on_event: Callable[[Progress], None] | None = None,
-    proposers: Sequence[Proposer] = DEFAULT_PROPOSERS,
+    proposers: Sequence[Function] | None = None,
     engine: Engine | None = None,
     target: Target | None = None,
     allow_weak_box: bool = False,
@@ -61,7 +70,7 @@ def warm(
         store: where records go; a folder, a store, or the user's own by default.
         accuracy: the class to prove; ``Accuracy("tolerance", atol, rtol)`` states bounds.
         on_event: called with a `Progress` after every step, in the calling thread.
-        proposers: each maps (key, target) to candidates, best guess first.
+        proposers: each maps (key, target) to candidates, best guess first; by default the templates, then the bank.
         engine: where builds and judgements run; this machine by default.
         target: what to tune for; by default this machine, its GPU for GPU keys and its CPU, with the workload's thread count,
             for the others.
@@ -75,22 +84,65 @@ def warm(
         DeviceError: the device does not answer any more; nothing that was proved before is lost.
         WarmInterrupted: Ctrl-C; a `KeyboardInterrupt` that carries the report.
     """
-    unknown = sorted({e.key.op for e in workload.entries if not is_function(e.key.op)} - SPECS.keys())
-    if unknown:
-        raise InvalidInputError(f"the workload asks for unknown ops: {', '.join(unknown)}; known: {', '.join(SPECS)}")
+    check_known(workload)
     if not isinstance(store, KernelStore):
         store = open_store() if store is None else open_store(choice=_named_folder(store))
+    targets = targets_of(workload) if target is None else {target.device_type: target}
+    ask = Ask(limits=Limits(seconds=budget_seconds))
+    run = Run(None, make_manifest(ask, workload, as_accuracy(accuracy), targets))
+    named = None if proposers is None else [FunctionProposer(f"p{n}", function) for n, function in enumerate(proposers)]
     search = _Search(
-        workload,
-        store,
-        as_accuracy(accuracy),
-        _targets(workload) if target is None else {target.device_type: target},
-        engine or LocalEngine(allow_weak_box=allow_weak_box),
-        proposers,
-        on_event or (lambda progress: None),
-        budget_seconds,
+        run, ask, store, engine or LocalEngine(allow_weak_box=allow_weak_box), named or [built_in(), Bank(store)], on_event
     )
-    return search.run()
+    return search.go()
+
+
+def play(
+    run: Run, ask: Ask, store: KernelStore, engine: Engine, proposers: Sequence[Proposer], meter: Meter | None = None,
+    on_event: Callable[[Progress], None] | None = None,
+) -> SearchReport:  # fmt: skip
+    """Start a run, go on with it, or replay it: all the same (`run.py`).
+
+    Raises:
+        RunError: the run's folder takes no more.
+        ModelError: a model's server refuses to serve.
+        WarmInterrupted: Ctrl-C.
+        The errors of `warm`.
+    """
+    check_known(run.manifest.workload)
+    search = _Search(run, ask, store, engine, proposers, on_event, meter, searching=True)
+    report = search.go()
+    spent = search.meter.spent()
+    return SearchReport(
+        report, search.stopped.reason, search.stopped.message, msgspec.to_builtins(spent), str(run.folder or "")
+    )
+
+
+def check_known(workload: Workload) -> None:
+    """Refuse keys of ops that nobody knows.
+
+    Raises:
+        InvalidInputError: names them.
+    """
+    unknown = sorted({entry.key.op for entry in workload.entries if not is_function(entry.key.op)} - SPECS.keys())
+    if unknown:
+        raise InvalidInputError(f"the workload asks for unknown ops: {', '.join(unknown)}; known: {', '.join(SPECS)}")
+
+
+def make_manifest(ask: Ask, workload: Workload, accuracy: Accuracy, targets: dict[DeviceType, Target]) -> Manifest:
+    """The head of a new run on this machine."""
+    from torch_autokern import __version__
+
+    return Manifest(
+        SCHEMA,
+        __version__,
+        utc_now(),
+        ask,
+        accuracy,
+        workload,
+        {str(kind): found for kind, found in targets.items()},
+        stock_build(),
+    )
 
 
 def _named_folder(folder: Path) -> FolderChoice:
@@ -100,7 +152,7 @@ def _named_folder(folder: Path) -> FolderChoice:
     return FolderChoice(folder.absolute(), "named by the caller")
 
 
-def _targets(workload: Workload) -> dict[DeviceType, Target]:
+def targets_of(workload: Workload) -> dict[DeviceType, Target]:
     """This machine's target for each type of device that the workload has keys of, as far as it is here."""
     # Threads are part of the key: kernels proved with another count would not be served to the recorded program.
     fits = 0 < workload.threads <= len(os.sched_getaffinity(0))
@@ -110,73 +162,169 @@ def _targets(workload: Workload) -> dict[DeviceType, Target]:
     return found
 
 
+class _Key:
+    """One key of a run: its rounds, and its result once nothing more is to be done."""
+
+    def __init__(self, place: int, entry: WorkloadEntry) -> None:
+        self.place = place
+        self.entry = entry
+        self.rounds: KeyRounds | None = None
+        self.closed: KeyResult | None = None
+
+
 class _Search:
-    """One run over a workload."""
+    """One run over a workload. `searching`: it has a story of its own (a folder, ceilings), and a record that is there already
+    is something to beat."""
 
     def __init__(
-        self,
-        workload: Workload,
-        store: KernelStore,
-        accuracy: Accuracy,
-        targets: dict[DeviceType, Target],
-        engine: Engine,
-        proposers: Sequence[Proposer],
-        on_event: Callable[[Progress], None],
-        budget_seconds: float | None,
-    ) -> None:
+        self, run: Run, ask: Ask, store: KernelStore, engine: Engine, proposers: Sequence[Proposer],
+        on_event: Callable[[Progress], None] | None, meter: Meter | None = None, *, searching: bool = False,
+    ) -> None:  # fmt: skip
+        self.run = run
+        self.ask = ask
         self.store = store
-        self.accuracy = accuracy
-        self.targets = targets
+        self.accuracy = run.manifest.accuracy
+        self.targets = run.manifest.targets
         self.engine = engine
         self.proposers = proposers
-        self.on_event = on_event
-        self.workload = workload
-        self.entries = sorted(workload.entries, key=lambda entry: -entry.stock_time_us)
-        self.clock = Clock(budget_seconds)
+        self.on_event = on_event or (lambda progress: None)
+        self.workload = run.manifest.workload
+        self.meter = meter or Meter(run, ask.limits, ask.prices)
+        self.searching = searching
+        entries = sorted(self.workload.entries, key=lambda entry: -entry.stock_time_us)
+        self.keys = [_Key(place, entry) for place, entry in enumerate(entries)]
+        self.clock = Clock(None if run.replaying else ask.limits.seconds, run.elapsed())
         self.tally = Tally()
         self.results: list[KeyResult] = []
         self.judge_failures = 0
+        self.stopped = Stop("stop", 0.0, "rounds", "every round was played")
 
-    def run(self) -> WarmReport:
+    def go(self) -> WarmReport:
+        """Play rounds until there is nothing left to do, or nothing left to spend."""
+        interrupted = False
         try:
-            for position, entry in enumerate(self.entries):
-                self.results.append(self._one(entry, self.entries[position:]))
-                self.say("key_done", entry, message=str(self.results[-1]))
+            while (state := self._next()) is not None:
+                self._turn(state)
+            self._stop("rounds" if any(not self._is_good(state) for state in self.keys) else "goal", "nothing is left to do")
+        except BudgetOver as over:
+            self._stop(over.reason, over.message)
+        except EndOfJournal:
+            ends = self.run.every(Stop)
+            self.stopped = ends[-1] if ends else Stop("stop", 0.0, "asked", "the journal ends here")
         except KeyboardInterrupt:
-            done = len(self.results)
-            self.results += [self._not_tried(entry, "interrupted") for entry in self.entries[done:]]
-            raise WarmInterrupted(self._report(interrupted=True)) from None
+            interrupted = True
         finally:
             self.engine.close()
+        for state in self.keys:
+            if state.closed is None:
+                self._close(state, self._so_far(state, "interrupted" if interrupted else "budget over"))
+        if interrupted:
+            raise WarmInterrupted(self._report(interrupted=True)) from None
         self.say("finished", None)
         return self._report()
 
+    def _next(self) -> _Key | None:
+        """The open key with the largest share of time x headroom; before its first round a key is all headroom."""
+        waiting = [state for state in self.keys if state.closed is None]
+        return max(waiting, key=lambda state: (self._promise(state), -state.place), default=None)
+
+    def _promise(self, state: _Key) -> float:
+        headroom = 1.0
+        if state.rounds is not None and self.searching:
+            headroom = max(0.0, 1.0 - state.rounds.limit_share(self._ceiling_of(state)))
+        return max(state.entry.stock_time_us, 1e-9) * headroom
+
+    def _turn(self, state: _Key) -> None:
+        """One round of one key."""
+        if state.rounds is None and not self._open(state):
+            return
+        rounds = state.rounds
+        assert rounds is not None
+        try:
+            fresh = rounds.play(self._ceiling_of(state))
+        except BudgetOver:
+            if not self.searching:
+                self._close(state, rounds.result())
+            raise
+        if rounds.found_elsewhere is not None:
+            self._close(state, _already(state.entry.key, self.workload.share(state.entry), rounds.found_elsewhere))
+        elif not rounds.tried:
+            words = "no proposer has a candidate for this" if not rounds.dropped else "every candidate was dropped for this"
+            if rounds.rounds >= self.ask.rounds or not self.searching or not fresh:
+                self._close(state, self._lost(state, f"{words} {state.entry.key.op} key"))
+        elif rounds.rounds >= self.ask.rounds or self._is_good(state) or not fresh:
+            self._close(state, rounds.result())
+        if rounds.asked_to_stop:
+            raise BudgetOver("asked", "a person asked the run to stop")
+
+    def _open(self, state: _Key) -> bool:
+        """Begin with a key, where there is anything to do."""
+        entry = state.entry
+        there = None if self.searching else self._armed(entry.key)
+        if there is not None:
+            self._close(state, _already(entry.key, self.workload.share(entry), there))
+            return False
+        if self.clock.is_over():
+            if self.searching:
+                raise BudgetOver("time", "the time is used up")
+            self._close(state, self._so_far(state, "budget over"))
+            return False
+        unsupported = self._unsupported(entry.key)
+        if unsupported is not None:
+            self._close(state, self._lost(state, unsupported))
+            return False
+        rest = [other.entry.stock_time_us for other in self.keys if other.closed is None and other is not state]
+        allotted = math.inf if self.searching else allot(self.clock, [entry.stock_time_us, *rest])
+        self._measure(state)
+        context = "" if self.run.replaying else self._context(entry.key)
+        state.rounds = KeyRounds(self, state.place, entry, context, allotted)
+        return True
+
+    def _measure(self, state: _Key) -> None:
+        """What the machine can do for a key, once a run."""
+        name = f"k{state.place}.ceiling"
+        if self.searching and self.run.recall(Measured, name) is None:
+            with self.quiet():
+                ceiling = self.engine.ceiling(state.entry.key, self.target_for(state.entry.key))
+            self.run.add(Measured(name, self.run.now(), ceiling))
+
+    def _ceiling_of(self, state: _Key) -> Ceiling | None:
+        node = self.run.known(Measured, f"k{state.place}.ceiling")
+        return None if node is None else node.ceiling
+
+    def _is_good(self, state: _Key) -> bool:
+        """Whether a key has reached the goal; without a goal none ever has."""
+        goal, rounds = self.ask.goal, state.rounds
+        best = None if rounds is None else rounds.best()
+        if rounds is None or best is None:
+            return False
+        reached = bool(goal.ratio) and best.ratio >= goal.ratio
+        return reached or (bool(goal.limit) and rounds.limit_share(self._ceiling_of(state)) >= goal.limit)
+
+    def _stop(self, reason: StopReason, message: str) -> None:
+        self.stopped = Stop("stop", self.run.now(), reason, message)
+        last = self.run.nodes[-1] if self.run.nodes else None
+        if self.searching and not self.run.replaying and not (isinstance(last, Stop) and last.reason == reason):
+            self.run.add(self.stopped)
+
+    def _close(self, state: _Key, result: KeyResult) -> None:
+        state.closed = result
+        self.results.append(result)
+        self.say("key_done", state.entry, message=str(result))
+
+    def _so_far(self, state: _Key, reason: str) -> KeyResult:
+        if state.rounds is not None and state.rounds.tried and self.searching:
+            return state.rounds.result()
+        return KeyResult(state.entry.key, self.workload.share(state.entry), "not_tried", reason=reason)
+
+    def _lost(self, state: _Key, reason: str) -> KeyResult:
+        return KeyResult(state.entry.key, self.workload.share(state.entry), "not_won", reason=reason)
+
     def _report(self, *, interrupted: bool = False) -> WarmReport:
-        over = any(result.reason.startswith("budget over") for result in self.results)
+        over = self.stopped.reason in ("time", "tokens", "money", "candidates")
+        over |= any(result.reason.startswith("budget over") for result in self.results)
         seconds = self.clock.elapsed()
         return WarmReport(tuple(self.results), seconds, self.tally.finished, interrupted=interrupted, budget_over=over)
-
-    def _one(self, entry: WorkloadEntry, rest: Sequence[WorkloadEntry]) -> KeyResult:
-        key, share = entry.key, self.workload.share(entry)
-        there = self._armed(key)
-        if there is not None:
-            return _already(key, share, there)
-        if self.clock.is_over():
-            return self._not_tried(entry, "budget over")
-        unsupported = self._unsupported(key)
-        if unsupported is not None:
-            return KeyResult(key, share, "not_won", reason=unsupported)
-        candidates = self._propose(key)
-        if not candidates:
-            return KeyResult(key, share, "not_won", reason=f"no proposer has a candidate for this {key.op} key")
-        journal = KeyJournal(self.store.write_root, key.digest)
-        with self._hold(entry, journal):
-            there = self._armed(key)
-            if there is not None:
-                return _already(key, share, there)
-            deadline = self.clock.allot([other.stock_time_us for other in rest])
-            search = KeySearch(self, entry, candidates, journal, self._context(key), deadline)
-            return search.run()
 
     def _unsupported(self, key: KernelKey) -> str | None:
         if key.device_type not in self.targets:
@@ -185,16 +333,6 @@ class _Search:
 
     def target_for(self, key: KernelKey) -> Target:
         return self.targets[key.device_type]
-
-    def _not_tried(self, entry: WorkloadEntry, reason: str) -> KeyResult:
-        return KeyResult(entry.key, self.workload.share(entry), "not_tried", reason=reason)
-
-    def _propose(self, key: KernelKey) -> list[Candidate]:
-        found: dict[str, Candidate] = {}
-        for propose in self.proposers:
-            for candidate in propose(key, self.target_for(key)):
-                found.setdefault(candidate.candidate_id, candidate)
-        return list(found.values())
 
     def _context(self, key: KernelKey) -> str:
         """What a trial's outcome holds for; anything else may end differently."""
@@ -220,8 +358,12 @@ class _Search:
         return max(found, key=lambda stored: timing_of(stored).ratio_low, default=None)
 
     @contextmanager
-    def _hold(self, entry: WorkloadEntry, journal: KeyJournal) -> Iterator[None]:
-        """Keep other processes from repeating this key's work, and wait while one is at it."""
+    def hold(self, entry: WorkloadEntry, journal: KeyJournal) -> Iterator[StoredRecord | None]:
+        """Keep other processes from repeating this key's work, and wait while one is at it. Gives the record that one of them
+        made meanwhile; a search goes on to beat it."""
+        if self.run.replaying:
+            yield None
+            return
         digest = entry.key.digest
         patience = 0.0
         while True:
@@ -229,17 +371,21 @@ class _Search:
             with self.store.work_lock(digest, patience) as held:
                 alone = patience > 0 and journal.size_bytes() == before
                 if held or alone or self.clock.is_over() or self.store.write_root is None:
-                    yield
+                    yield None if self.searching else self._armed(entry.key)
                     return
             self.say("waiting", entry, message="another process works on this key")
-            if self._armed(entry.key) is not None:
-                yield
+            there = None if self.searching else self._armed(entry.key)
+            if there is not None:
+                yield there
                 return
             patience = _LOCK_PATIENCE_S
 
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """One measuring process a machine; goes on alone where the lock cannot be had."""
+        if self.run.replaying:
+            yield
+            return
         name = "quiet-" + hashlib.sha256(platform.node().encode()).hexdigest()
         with self.store.work_lock(name, _QUIET_PATIENCE_S):
             yield
@@ -258,7 +404,7 @@ class _Search:
                 key=None if entry is None else entry.key,
                 share=0.0 if entry is None else self.workload.share(entry),
                 keys_done=len(self.results),
-                keys_total=len(self.entries),
+                keys_total=len(self.keys),
                 keys_won=sum(result.status == "won" for result in self.results),
                 built=self.tally.built,
                 screened=self.tally.screened,
@@ -270,6 +416,16 @@ class _Search:
                 message=message,
             )
         )
+
+
+def allot(clock: Clock, times_us: Sequence[float]) -> float:
+    """Seconds from now that the first of the keys with these stock times may take: by the square root of their times, so that
+    one long key does not starve the others. Infinite without a budget."""
+    left = clock.left()
+    if left is None:
+        return math.inf
+    weights = [math.sqrt(max(time_us, 1.0)) for time_us in times_us]
+    return left * weights[0] / sum(weights)
 
 
 def timing_of(stored: StoredRecord) -> Timing:

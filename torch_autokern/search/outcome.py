@@ -78,6 +78,23 @@ class WarmReport(msgspec.Struct, frozen=True):
         return f"{', '.join(words)}; {self.candidates} candidates in {self.seconds:.0f} s"
 
 
+class SearchReport(msgspec.Struct, frozen=True):
+    """How a run stands: its keys, why it ended, what it has spent (`budget.Spent`), and its folder."""
+
+    search: WarmReport
+    stop: str
+    message: str
+    spent: dict[str, float]
+    run: str
+
+    def __str__(self) -> str:
+        spent = self.spent
+        tokens = f", {spent['tokens_in'] + spent['tokens_out']:.0f} tokens" if spent["tokens_in"] else ""
+        money = f", {spent['money']:.4f} of money" if spent["money"] else ""
+        words = f"{spent['candidates']:.0f} candidates in {spent['seconds']:.0f} s{tokens}{money}"
+        return f"{self.search.count('won')} of {len(self.search.keys)} keys won; {words}; ended: {self.stop} ({self.message})"
+
+
 class WarmInterrupted(KeyboardInterrupt):
     """Ctrl-C: everything finished so far is stored, `report` says what; running the same search again continues."""
 
