@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_LIBRARY_BYTES = 64 << 20
-MAX_SYMBOLS = 1 << 16
+MAX_SYMBOLS = 1 << 12
 IDENTITY_SYMBOL = "autokern_identity"
 _PAGE = 4096
 
@@ -300,3 +300,10 @@ def _check_relocations(image: _Image) -> Iterable[str]:
         raise _Malformed(f"relative relocation table of {size} bytes")
     if size:
         image.bytes_at(image.one(_RELR), size)
+
+
+def library_imports(binary: bytes) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(symbols that it wants from outside, libraries that it needs), sorted, of a library that `check_cpu_library` let pass."""
+    image = _Image(binary)
+    undefined = {symbol.name for symbol in image.symbols() if symbol.section == 0}
+    return tuple(sorted(undefined)), tuple(sorted({image.text(index) for index in image.dynamic.get(_NEEDED, [])}))
