@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torch_autokern import __version__
-from torch_autokern.cli import cache, demo, doctor, explain, judge, record, shell, stats, verify, warm
+from torch_autokern.cli import cache, demo, doctor, explain, judge, pack, record, shell, stats, verify, warm
 
 app = typer.Typer(
     name="autokern",
@@ -44,6 +44,7 @@ app.command("bench")(verify.bench)
 app.command("explain")(explain.explain)
 app.command("stats")(stats.stats)
 app.add_typer(cache.app, name="cache")
+app.add_typer(pack.app, name="pack")
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 

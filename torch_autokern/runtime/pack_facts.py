@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-
 from torch_autokern.errors import PlanError
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.plan import LaunchPlan, decode_plan, entries
@@ -32,28 +30,25 @@ def read_binaries(stored: StoredRecord) -> tuple[BinaryFacts, ...] | PackRefusal
         plan = decode_plan(data["plan.json"])
     except PlanError as error:
         return PackRefusal(PackReason.BAD_PLAN, str(error)[:400])
-    facts = (
-        _cubin_facts(data[name], plan, record.target.arch) if on_gpu else _library_facts(data[name], plan, record.target.arch)
-    )
+    digest = next(blob.sha256 for blob in record.blobs if blob.name == name)  # of these very bytes: the record was decoded
+    facts = (_cubin_facts if on_gpu else _library_facts)(data[name], digest, plan, record.target.arch)
     return facts if isinstance(facts, PackRefusal) else (facts,)
 
 
-def _library_facts(binary: bytes, plan: LaunchPlan, arch: str) -> BinaryFacts | PackRefusal:
-    from torch_autokern.runtime.elf import check_cpu_library, library_imports
+def _library_facts(binary: bytes, digest: str, plan: LaunchPlan, arch: str) -> BinaryFacts | PackRefusal:
+    from torch_autokern.runtime.elf import read_cpu_library
 
     machine = _MACHINE_OF.get(arch)
     if machine is None:
         return PackRefusal(PackReason.BAD_BINARY, f"the CPU architecture {arch[:40]!r} is unknown to this version")
-    broken = check_cpu_library(binary, entries(plan), machine=machine)
-    if broken:
-        return PackRefusal(PackReason.BAD_BINARY, "; ".join(broken)[:400])
-    imports, libraries = library_imports(binary)
+    info = read_cpu_library(binary, entries(plan), machine=machine)
+    if info.problems:
+        return PackRefusal(PackReason.BAD_BINARY, "; ".join(info.problems)[:400])
     listed = tuple(EntryFacts(name) for name in sorted(entries(plan)))
-    digest = hashlib.sha256(binary).hexdigest()
-    return BinaryFacts("kernel.so", len(binary), digest, machine, 0, listed, imports, libraries)
+    return BinaryFacts("kernel.so", len(binary), digest, machine, 0, listed, info.imports, info.libraries)
 
 
-def _cubin_facts(binary: bytes, plan: LaunchPlan, arch: str) -> BinaryFacts | PackRefusal:
+def _cubin_facts(binary: bytes, digest: str, plan: LaunchPlan, arch: str) -> BinaryFacts | PackRefusal:
     from torch_autokern.runtime.cubin import MalformedCubinError, read_cubin
     from torch_autokern.runtime.cubin_rules import check_cubin
 
@@ -71,5 +66,4 @@ def _cubin_facts(binary: bytes, plan: LaunchPlan, arch: str) -> BinaryFacts | Pa
         )
         for _, entry in sorted(info.entries.items())
     )  # fmt: skip
-    digest = hashlib.sha256(binary).hexdigest()
     return BinaryFacts("kernel.cubin", len(binary), digest, info.arch, info.abi_version, listed, info.undefined, ())

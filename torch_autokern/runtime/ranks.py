@@ -95,5 +95,5 @@ def _gather(body: bytes, group: object | None) -> list[bytes]:
     device = f"cuda:{torch.cuda.current_device()}" if "nccl" in str(dist.get_backend(group)) else "cpu"  # type: ignore[arg-type]
     mine = torch.tensor(list(body), dtype=torch.uint8, device=device)
     found = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]  # type: ignore[arg-type]
-    dist.all_gather(found, mine, group=group)  # type: ignore[arg-type]
+    dist.all_gather(found, mine, group=group)
     return [bytes(t.cpu().tolist()) for t in found]

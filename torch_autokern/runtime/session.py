@@ -173,7 +173,8 @@ class Session:
     def _candidates(self) -> list[tuple[StoredRecord, int]]:
         """Records that may run here, each with the place it may run at: 0 for the CPU, a GPU's index."""
         build = stock_build()
-        found, from_packs = [], []
+        found: list[tuple[StoredRecord, int]] = []
+        from_packs: list[tuple[StoredRecord, int]] = []
 
         def fits(made_for: Target, _stock_build: str) -> bool:
             return any(target.arch == made_for.arch for _, target in _places(made_for))

@@ -51,7 +51,9 @@ def smoke_test(records: Sequence[tuple[StoredRecord, int]], target: Target, stat
     Returns:
         Why a kernel must not run here, by record id; those that passed are left out.
     """
-    machine = hashlib.sha256(canonical_json((target.name, target.arch, str(torch.__version__), _driver(target)))).hexdigest()[:32]
+    machine = hashlib.sha256(canonical_json((target.name, target.arch, str(torch.__version__), _driver(target)))).hexdigest()[
+        :32
+    ]
     known = _read(state, machine)
     pending = [entry for entry in records if entry[0].record_id not in known.passed and entry[0].record_id not in known.failed]
     if pending:
@@ -137,7 +139,7 @@ def _driver(target: Target) -> str:
     if target.device_type == "cpu":
         return ""
     try:
-        return str(torch._C._cuda_getDriverVersion())
+        return str(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009 - a CPU-only torch has none
     except (AttributeError, RuntimeError):
         return "unknown"
 

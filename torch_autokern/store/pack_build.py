@@ -19,7 +19,6 @@ from torch_autokern.store.pack_file import SUFFIX, Envelope, Signature, join_pac
 from torch_autokern.store.pack_manifest import (
     MAX_KERNELS,
     READER_VERSION,
-    SCHEMA,
     BinaryReader,
     PackIndex,
     decode_document,
@@ -71,9 +70,7 @@ def choose_records(records: Iterable[StoredRecord], choice: Choice) -> list[Stor
         names = (record.target.name, record.target.arch)
         if choice.targets and not any(fnmatch.fnmatchcase(name, p) for name in names for p in choice.targets):
             continue
-        if shares is not None and (share := shares.get(record.key.digest)) is None:
-            continue
-        if shares is not None and share < choice.min_share:
+        if shares is not None and shares.get(record.key.digest, -1.0) < choice.min_share:
             continue
         found[stored.record_id] = stored
     return [found[name] for name in sorted(found)]
@@ -86,9 +83,7 @@ def build_pack(records: Sequence[StoredRecord], options: PackOptions, reader: Bi
         InvalidInputError: nothing to pack, too much of it, or an option that the format has no room for.
     """
     if not 1 <= len(records) <= MAX_KERNELS:
-        raise InvalidInputError(
-            f"{len(records)} records fit; a pack has 1 to {MAX_KERNELS}: see autokern cache list"
-        )
+        raise InvalidInputError(f"{len(records)} records fit; a pack has 1 to {MAX_KERNELS}: see autokern cache list")
     ordered = sorted(records, key=lambda stored: stored.record_id)
     kernels, bodies = [], []
     for stored in ordered:
@@ -105,7 +100,8 @@ def build_pack(records: Sequence[StoredRecord], options: PackOptions, reader: Bi
         bodies.append(body)
     lines = join_kernels(kernels)
     index = PackIndex(
-        schema=SCHEMA, min_reader=READER_VERSION, name=options.name, version=options.version, publisher=options.publisher,
+        schema="autokern.pack/1", min_reader=READER_VERSION, name=options.name, version=options.version,
+        publisher=options.publisher,
         licence=options.licence, notes=options.notes, created=max(stored.record.provenance.created for stored in ordered),
         kernel_count=len(kernels), kernels_sha256=hashlib.sha256(lines).hexdigest(),
         records_bytes=sum(map(len, bodies)), supersedes=options.supersedes,

@@ -12,7 +12,6 @@ from torch_autokern.errors import InvalidInputError
 from torch_autokern.store.pack import Pack
 from torch_autokern.store.pack_manifest import MAX_KERNELS, Count, Name, Sha
 
-SCHEMA = "autokern.lock/1"
 MAX_LOCK_BYTES = 16 << 20
 
 
@@ -36,7 +35,7 @@ class LockFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 def lock_of(packs: tuple[Pack, ...]) -> LockFile:
     """What these packs pin."""
     return LockFile(
-        SCHEMA,
+        "autokern.lock/1",
         tuple(
             LockedPack(
                 pack.index.name, pack.index.version, pack.pack_id,

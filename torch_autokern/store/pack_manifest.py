@@ -22,7 +22,6 @@ from torch_autokern.store.key import KernelKey, Target, TensorKey, canonical_jso
 from torch_autokern.store.pack_refusal import PackReason, PackRefusal
 from torch_autokern.store.record import AccuracyClass, Determinism, StoredRecord, Timing
 
-SCHEMA = "autokern.pack/1"
 READER_VERSION = 1
 MAX_KERNELS = 10_000
 MAX_INTEGER = (1 << 53) - 1

@@ -45,7 +45,6 @@ class PackReason(str, enum.Enum):
     BAD_PLAN = "bad_plan"
     PRIVATE_WORDS = "private_words"
     UNKNOWN_OP = "unknown_op"
-    SMOKE_FAILED = "smoke_failed"
 
 
 class PackRefusal(msgspec.Struct, frozen=True):

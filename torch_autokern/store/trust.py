@@ -21,7 +21,7 @@ from torch_autokern.store.files import Unread, make_folders, publish_file, read_
 from torch_autokern.store.folders import folder_refusal
 from torch_autokern.store.key import canonical_json
 from torch_autokern.store.lock import work_lock
-from torch_autokern.store.pack_file import Envelope, Role, Signature
+from torch_autokern.store.pack_file import ROLES, Envelope, Role, Signature
 from torch_autokern.store.pack_manifest import KernelManifest, Line, Sha, Text
 from torch_autokern.store.pack_refusal import PackReason, PackRefusal
 from torch_autokern.store.trust_keys import INSTALL_COMMAND, PublicKey, can_verify, is_signed
@@ -118,14 +118,14 @@ def admit(envelope: Envelope, policy: Policy) -> Admission | PackRefusal:
         return Admission("shipped")
     pin = policy.pin(pack_id)
     found: dict[Role, str] = {}
-    for role in ("kernels", "index"):
-        key_id = _signer(envelope, role, policy)  # type: ignore[arg-type]
+    for role in ROLES:
+        key_id = _signer(envelope, role, policy)
         if isinstance(key_id, PackRefusal):
             # A pin stands for a proof on this machine, so it needs nobody's word; a revoked key is another matter.
             if pin is not None and pin.kernels and key_id.reason is not PackReason.KEY_REVOKED:
                 return Admission("pinned")
             return key_id
-        found[role] = key_id  # type: ignore[index]
+        found[role] = key_id
     return Admission("signed", found["index"], found["kernels"])
 
 
