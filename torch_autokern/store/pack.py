@@ -140,7 +140,8 @@ def parse_pack(envelope: Envelope, reader: BinaryReader, admission: Admission | 
     index = decode_index(envelope.index)
     if isinstance(index, PackRefusal):
         return index
-    if index.records_bytes != len(envelope.records):
+    # A folder is first asked which file is too much or missing; its records were read under the pack's limit.
+    if envelope.names is None and index.records_bytes != len(envelope.records):
         return PackRefusal(
             PackReason.SIZE_MISMATCH, f"records of {len(envelope.records)} bytes, the index says {index.records_bytes}"
         )
@@ -157,12 +158,14 @@ def parse_pack(envelope: Envelope, reader: BinaryReader, admission: Admission | 
             return PackRefusal(PackReason.BAD_ORDER, "kernels are not in order of record id, or one is listed twice")
         rows.append(manifest_row(kernel))
         sizes.append(kernel.record_bytes)
-    if sum(sizes) != len(envelope.records):
-        words = f"kernels list {sum(sizes)} bytes of records, there are {len(envelope.records)}"
-        return _files_refusal(envelope, rows) or PackRefusal(PackReason.SIZE_MISMATCH, words)
     refusal = _files_refusal(envelope, rows)
     if refusal is not None:
         return refusal
+    if not sum(sizes) == index.records_bytes == len(envelope.records):
+        words = (
+            f"kernels list {sum(sizes)} bytes of records, the index {index.records_bytes}, there are {len(envelope.records)}"
+        )
+        return PackRefusal(PackReason.SIZE_MISMATCH, words)
     return Pack(envelope, index, lines, rows, sizes, admission or Admission("untrusted"), reader)
 
 
