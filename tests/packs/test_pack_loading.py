@@ -65,7 +65,7 @@ def _clean_session() -> Iterator[None]:
     yield
     forget()
     session().store.packs = ()
-    session().packs = pack_install.PackSet()
+    session().found_packs = ()
 
 
 def install(folder: Path, raw: bytes) -> Pack:
@@ -330,5 +330,5 @@ def test_a_manifest_that_lies_is_caught_when_its_kernel_is_read(
     (folder / "tiny-3-000000000000.akpack").chmod(0o600)
     ak.refresh()
     assert len(session().loaded) == len(records()) - 1
-    (refusal,) = session().packs.packs[0].refusals.values()
+    (refusal,) = session().store.packs[0].refusals.values()
     assert refusal.reason.value == "binary_mismatch" and "registers" in refusal.message

@@ -70,7 +70,7 @@ def _choice_of(current: Session) -> _Choice:
         switched_off="AUTOKERN_DISABLE" if config.disabled() else current.unavailable or "",
         torch_version=f"{torch.__version__} (stock build {stock_build()})",
         device=device,
-        packs={pack.index.name: f"{pack.index.version} {pack.pack_id}" for pack in current.packs.packs},
+        packs={pack.index.name: f"{pack.index.version} {pack.pack_id}" for pack in current.store.packs},
         kernels=current.served_slots(),
     )
 

@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -30,10 +30,11 @@ from torch_autokern.runtime.plan import decode_plan
 from torch_autokern.runtime.table import CLASSES, Servable, build_rows, refusal, served_slots, slower_in_fresh_pages
 from torch_autokern.runtime.target import local_target, stock_build
 from torch_autokern.store.key import KernelKey, Target
-from torch_autokern.store.pack_install import PackSet, open_packs, state_folder
-from torch_autokern.store.pack_refusal import PackRefusal
 from torch_autokern.store.record import AccuracyClass, StoredRecord
 from torch_autokern.store.store import KernelStore, open_store
+
+if TYPE_CHECKING:
+    from torch_autokern.store.pack_install import FoundPack
 
 _LOG = logging.getLogger("torch_autokern")
 _LOG.addHandler(logging.NullHandler())
@@ -50,7 +51,7 @@ class Session:
         self.store = store
         self.loaded: dict[str, Servable] = {}
         self.load_failures: dict[str, str] = {}
-        self.packs = PackSet()
+        self.found_packs: tuple[FoundPack, ...] = ()  # every pack file of this machine, with what came of opening it
         self.held_back: dict[str, str] = {}  # records of packs that failed their smoke test, and why
         self._served: list[Servable] = []
         self._lock = threading.RLock()
@@ -145,11 +146,13 @@ class Session:
 
     def _open_packs(self) -> None:
         """Open the packs of this machine anew: what was installed, removed or revoked since counts from now on."""
-        from torch_autokern.runtime.pack_facts import read_binaries
+        from torch_autokern.runtime.pack_facts import read_binaries  # here: 20 ms of import time
+        from torch_autokern.store.pack_install import open_packs
+        from torch_autokern.store.pack_refusal import PackRefusal
 
-        self.packs = open_packs(read_binaries)
-        self.store.packs = self.packs.packs
-        for found in self.packs.found:
+        opened = open_packs(read_binaries)
+        self.found_packs, self.store.packs = opened.found, opened.packs
+        for found in self.found_packs:
             if isinstance(found.outcome, PackRefusal):
                 _LOG.info("pack %s is not used: %s", found.path, found.outcome)
 
@@ -199,6 +202,7 @@ class Session:
         if not records:
             return []
         from torch_autokern.runtime.smoke import smoke_test
+        from torch_autokern.store.pack_install import state_folder
 
         groups: dict[Target, list[tuple[StoredRecord, int]]] = {}
         for stored, place in records:
