@@ -19,7 +19,7 @@ GRID = [
     ((7, 38), 1, "softmax_short_rows", "the attention rows: a part of a vector is left; rows not a multiple of the group"),
     ((5, 16), 1, "softmax_short_rows", "exactly one 512-bit vector, two 256-bit ones: no part left"),
     ((6, 3), 1, "softmax_short_rows", "less than the narrowest vector"),
-    ((3, 129), 1, "softmax_short_rows", "one element beyond whole vectors"),
+    ((3, 33), 1, "softmax_short_rows", "one element beyond whole vectors of 256 and of 512 bits"),
     ((3, 1000), 1, "softmax_long_rows", "blocks, single vectors and a part of one"),
     ((2, 4099), 1, "softmax_long_rows", "several partial sums of 64 blocks, a prime length"),
     ((2, 17001), 1, "softmax_split", "several chunks, the last one shorter"),

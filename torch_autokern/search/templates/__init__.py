@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from torch_autokern.build.candidate import Candidate
 from torch_autokern.search.templates import (
+    layer_norm_backward_cuda,
     layer_norm_cuda,
     layer_norm_ring,
     layer_norm_rows,
     layer_norm_split,
+    matmul_shallow_cuda,
     matmul_split,
+    matmul_thin_cuda,
+    softmax_backward_cuda,
     softmax_columns,
     softmax_columns_cuda,
     softmax_cuda,
@@ -33,7 +37,11 @@ _TEMPLATES = (
     softmax_ring.propose,
     softmax_cuda.propose,
     softmax_columns_cuda.propose,
+    matmul_shallow_cuda.propose,
+    matmul_thin_cuda.propose,
     matmul_split.propose,
+    softmax_backward_cuda.propose,
+    layer_norm_backward_cuda.propose,
 )
 
 

@@ -18,9 +18,10 @@ PROCESSORS = 132
 
 @dataclass(frozen=True)
 class RowKernel:
-    """One op over `rows` rows of one shape. `entry` names it; `code` are its device functions; `whole` the kernel for one team
-    a row; `split` the two kernels for chunks, `measure` and `apply`, which leave `part_bytes` a chunk between them; `dtypes` of
-    input and output; `args` of `whole`."""
+    """One op over `rows` rows of one shape. `entry` names it; `code` are its device functions; `whole` the kernel for one
+    team a row; `split` the two kernels for chunks, `measure` and `apply`, which leave `part_bytes` a chunk between them ("":
+    rows are never cut); `dtypes` of input and output; `args` of `whole`; `measured` are the tensors that `measure` reads, whose
+    rows are all held in registers."""
 
     entry: str
     rows: int
@@ -29,8 +30,9 @@ class RowKernel:
     args: tuple[PointerArg, ...]
     code: str
     whole: str
-    split: str
-    part_bytes: int
+    split: str = ""
+    part_bytes: int = 0
+    measured: tuple[PointerArg, ...] = (InputArg(0),)
 
     @property
     def streaming(self) -> bool:
@@ -59,7 +61,7 @@ class RowKernel:
         source = prelude(self.shape, self.rows, Team(threads, threads, vectors), self.dtypes, chunks=chunks) + self.code + body
         grid, block, parts = (blocks, 1, 1), (threads, 1, 1), WorkspaceArg("parts")
         steps = (
-            KernelStep("measure", grid, block, (InputArg(0), parts)),
+            KernelStep("measure", grid, block, (*self.measured, parts)),
             KernelStep("apply", grid, block, (*self.args, parts), programmatic=programmatic),
         )
         plan = LaunchPlan(PLAN_VERSION, steps, (Workspace("parts", self.part_bytes * blocks),))
@@ -67,13 +69,19 @@ class RowKernel:
         parameters = {"threads": threads, "vectors": vectors, "programmatic": programmatic}
         return Candidate("cuda", source, plan, idea, AUTHOR, f"{self.entry}_cuda_split", dict(parameters))
 
+    def _fits(self, team: Team) -> bool:
+        """Whether rows of several tensors stay in registers; 48 beside them, 32 more for edges at any address, as compiled."""
+        needed = 4 * team.vectors * len(self.measured) + 48 + (0 if self.shape.aligned else 32)
+        return needed <= min(255, 65536 // team.threads)
+
     def candidates(self, target: Target) -> list[Candidate]:
         """Best guess first."""
         hopper = parse_arch(target.arch)[0] >= 9
-        teams = [team for team in teams_for(self.shape, self.rows) if hopper or team.cluster == 1][:_MAX_TEAMS]
+        teams = [team for team in teams_for(self.shape, self.rows) if hopper or team.cluster == 1]
+        teams = [team for team in teams if len(self.measured) == 1 or self._fits(team)][:_MAX_TEAMS]
         found = [self.of_teams(team, self.streaming) for team in teams]
         found += [self.of_teams(team, not self.streaming) for team in teams[:4]]
-        if self.shape.pieces < 2048 or self.rows >= 512:
+        if not self.split or self.shape.pieces < 2048 or self.rows >= 512:
             return found
         options = ((256, 4, hopper), (512, 4, hopper), (512, 8, hopper), (256, 8, False))
         chunked = [candidate for option in options if (candidate := self.of_chunks(*option)) is not None]
