@@ -157,7 +157,8 @@ def open_once() -> PackOpenTimes:
     native.set_table(rows)
     marks.append(time.perf_counter())
     times = [1e3 * (marks[number + 1] - marks[number]) for number in range(len(marks) - 1)]
-    return PackOpenTimes(*times, served=len(rows))
+    opened, read, loaded, chosen = times
+    return PackOpenTimes(opened, read, loaded, chosen, len(rows))
 
 
 def _child(environment: dict[str, str]) -> PackOpenTimes:
