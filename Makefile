@@ -13,6 +13,7 @@ SHELL := /bin/bash
 
 TORCH ?= torch==2.13.0
 VENV ?= .venv
+MINUTES ?= 600
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -22,7 +23,7 @@ PYTEST := $(BIN)/python -m pytest
 PYTHON_SOURCES := torch_autokern benchmarks tests setup.py
 CPP_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
 
-.PHONY: help setup demo test lint test-fast test-long judge-the-judge bench format clean
+.PHONY: help setup demo test lint test-fast test-long judge-the-judge torture coverage-store bench format clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -72,6 +73,12 @@ test-long: $(STAMPS)/demo ## the rest of the tests
 
 judge-the-judge: $(STAMPS)/package ## both corpora through the judge: caught and falsely refused, by reason
 	$(BIN)/python -m tests.judge.judge_the_judge
+
+torture: $(STAMPS)/package ## the store under fire, long form; goes on where it was stopped (MINUTES=5: a slice)
+	$(BIN)/python -m tests.torture --json benchmarks/results/torture.json --minutes $(MINUTES)
+
+coverage-store: $(STAMPS)/package ## branch coverage of the store's files by their own tests; fails below 100 %
+	$(BIN)/python -m tests.store.coverage_of_store
 
 bench: $(STAMPS)/demo ## measurements, written as JSON to benchmarks/results/
 	mkdir -p benchmarks/results

@@ -93,7 +93,8 @@ def measure_case(case: Case, seconds: float) -> Row:
     call = BoundCall(key)
     works = candidates_of(key, call)
     stock_error, *errors = call.errors(call.results(), *(work() for work in works))
-    limit = max(ERROR_FACTOR * stock_error, 4 * UNIT_ROUNDOFF)
+    last_place = torch.finfo(getattr(torch, next(t for t in key.outputs if t is not None).dtype)).eps
+    limit = max(ERROR_FACTOR * stock_error, 4 * UNIT_ROUNDOFF, last_place)
     right = [(work, error) for work, error in zip(works, errors, strict=True) if error <= limit]
     if not right:
         none = float("nan")

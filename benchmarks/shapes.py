@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch_autokern.report.cases import HEADLINE, PUBLISHED, Case
+from torch_autokern.report.cases import HEADLINE, PUBLISHED, Case, CaseOp
 
 # Shapes of MiniLM-L6 on 32 sentences of 38 tokens: short rows, where stock's per-row cost shows.
 MINILM = (
@@ -19,6 +19,51 @@ CPU_TABLE = (
     Case("softmax", (64, 1024, 512), 1, source="a dimension that is not the last"),
     Case("softmax", (32, 12, 38, 38), source="MiniLM-L6 attention: many short rows"),
     Case("log_softmax", (4096, 1000), source="a classifier over ImageNet's 1,000 classes"),
+)
+
+# Products on a CPU: what MiniLM-L6 asks for on 32 sentences of 38 tokens, squares, few rows, and bfloat16.
+CPU_MATMUL = (
+    Case("bmm", (384, 38, 32, 38), source="MiniLM-L6 attention: scores"),
+    Case("bmm", (384, 38, 38, 32), source="MiniLM-L6 attention: values"),
+    Case("addmm", (1216, 384, 384), source="MiniLM-L6: projections of the attention"),
+    Case("addmm", (1216, 384, 1536), source="MiniLM-L6: into the feed-forward"),
+    Case("addmm", (1216, 1536, 384), source="MiniLM-L6: out of the feed-forward"),
+    *(Case("mm", (n, n, n), source="small squares") for n in (64, 128, 256, 512)),
+    Case("addmm", (1, 384, 1536), source="one token"),
+    Case("addmm", (8, 384, 1536), source="few tokens"),
+    Case("addmm", (38, 384, 384), source="one sentence"),
+    Case("mm", (1216, 384, 1), source="a score for each token"),
+    Case("mm", (128, 128, 128), dtype="bfloat16", source="bfloat16 on a CPU"),
+    Case("bmm", (384, 38, 32, 38), dtype="bfloat16", source="bfloat16 attention scores"),
+    Case("addmm", (1216, 384, 384), dtype="bfloat16", source="bfloat16 projections"),
+)
+
+# What a training step of MiniLM asks for beside its forward, and a classifier's loss.
+_TRAINING: tuple[tuple[CaseOp, tuple[int, ...], int, str], ...] = (
+    ("softmax_backward", (32, 12, 38, 38), -1, "MiniLM-L6 attention"),
+    ("layer_norm_backward", (32, 38, 384), -1, "MiniLM-L6 hidden states"),
+    ("log_softmax_backward", (4096, 1000), -1, "a classifier over ImageNet's 1,000 classes"),
+    ("softmax_backward", (64, 1024, 128), 1, "a dimension that is not the last"),
+    ("layer_norm_backward", (2048, 4096), -1, "a transformer's hidden states"),
+)
+BACKWARD = tuple(
+    Case(op, sizes, dim, dtype, source)
+    for dtype in ("float32", "bfloat16", "float16")
+    for op, sizes, dim, source in _TRAINING
+)  # fmt: skip
+
+# 16-bit forwards on a CPU; the last two as autocast calls them, with float32 parameters.
+_INFERENCE: tuple[tuple[CaseOp, tuple[int, ...], int, str], ...] = (
+    ("softmax", (32, 12, 38, 38), -1, "MiniLM-L6 attention"),
+    ("log_softmax", (4096, 1000), -1, "a classifier over ImageNet's 1,000 classes"),
+    ("softmax", (64, 1024, 128), 1, "a dimension that is not the last"),
+    ("layer_norm", (32, 38, 384), -1, "MiniLM-L6 hidden states"),
+    ("layer_norm", (2048, 4096), -1, "a transformer's hidden states"),
+)
+HALF = (
+    *(Case(op, sizes, dim, dtype, source) for dtype in ("bfloat16", "float16") for op, sizes, dim, source in _INFERENCE),
+    Case("layer_norm", (32, 38, 384), -1, "bfloat16", "MiniLM-L6 under autocast", parameter_dtype="float32"),
+    Case("layer_norm_backward", (32, 38, 384), -1, "bfloat16", "MiniLM-L6 under autocast", parameter_dtype="float32"),
 )
 
 # Row lengths around vector widths (16 float32 in 64 bytes), where tails are handled.
@@ -51,7 +96,10 @@ SETS: dict[str, tuple[Case, ...]] = {
     "published": PUBLISHED,
     "minilm": MINILM,
     "cpu_table": CPU_TABLE,
+    "cpu_matmul": CPU_MATMUL,
     "ragged": RAGGED,
+    "backward": BACKWARD,
+    "half": HALF,
     "headline": HEADLINE,
     "gpu_table": GPU_TABLE,
 }

@@ -149,11 +149,13 @@ class Call {
     key_.set_header(family_ | (cuda ? uint64_t{1} : 0) << 8 | flags << 16 | place << 32);
   }
 
+  // Whether the first to the last byte of `out` meet those of an input. Slices of one buffer that lie behind one
+  // another do not (attention's q, k and v); columns side by side do, although they share no element.
   bool out_overlaps_input() const {
     const Range out = storage_range(*out_);
     for (size_t i = 0; i < std::min(tensor_count_, kMaxTensors); ++i) {
       const Range input = tensors_[i] ? storage_range(*tensors_[i]) : Range{};
-      if (input.begin < out.end && out.begin < input.end) {
+      if (input.meets(out) && extent(*tensors_[i]).meets(extent(*out_))) {
         return true;
       }
     }
@@ -163,11 +165,22 @@ class Call {
  private:
   struct Range {
     uintptr_t begin = 0, end = 0;
+    bool meets(const Range& other) const { return begin < other.end && other.begin < end; }
   };
 
   static Range storage_range(const at::Tensor& t) {
     const auto begin = reinterpret_cast<uintptr_t>(t.storage().data());
     return {begin, begin + t.storage().nbytes()};
+  }
+
+  // Not empty: every tensor of a call that comes this far has elements.
+  static Range extent(const at::Tensor& t) {
+    uintptr_t last = 0;
+    for (int64_t dim = 0; dim < t.dim(); ++dim) {
+      last += static_cast<uintptr_t>((t.size(dim) - 1) * t.stride(dim));
+    }
+    const auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+    return {begin, begin + (last + 1) * t.element_size()};
   }
 
   void push(const at::Tensor* tensor) {

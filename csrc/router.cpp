@@ -266,7 +266,8 @@ struct Router<Op, kBackend, kFamily, Result(Args...)> {
     const auto start = Clock::now();
     Result result = served(call, policy, state, keys, std::forward<Args>(args)...);
     const double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-    if (call.miss() == Miss::kNone) {
+    const bool in_place = kOutForm && call.miss() == Miss::kNone && call.out_overlaps_input(); // never served
+    if (call.miss() == Miss::kNone && !in_place) {
       std::vector<at::Tensor> results;
       if constexpr (std::is_same_v<std::decay_t<Result>, at::Tensor>) {
         results.push_back(result);

@@ -238,11 +238,15 @@ class Served:
         """Serve a key, by `plan_for` when no plan is given, in the slots given; returns the extension's kernel."""
         native = loaded(key, plan or plan_for(key)).native
         native.quarantined = False
+        self.put_native(key, native, slots)
+        self.publish_table()
+        return native
+
+    def put_native(self, key: KernelKey, native: Any, slots: Iterable[Slot] = EVERY_SLOT) -> None:
+        """Add a row for the extension's own kernel; `publish_table` makes it seen."""
         words = SPECS[key.op].encode(key, torch.get_num_threads())
         self._rows.setdefault(words, []).extend((*slot, native) for slot in slots)
         self._kernels.setdefault(key.op, []).append((native, native.hits))
-        self.publish_table()
-        return native
 
     def put_call(self, op: str, tensors: Sequence[torch.Tensor | None], scalars: dict[str, Any], **options: Any) -> Any:
         """`put` for the key of a call."""

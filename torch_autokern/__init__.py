@@ -51,8 +51,12 @@ __all__ = [
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from torch_autokern import api
+    try:
+        from torch_autokern import api
+    except (ImportError, OSError, RuntimeError, AttributeError) as error:  # what a damaged or foreign torch raises, too
+        from torch_autokern.stock_only import stand_in
 
+        return stand_in(name, error)
     return getattr(api, name)
 
 

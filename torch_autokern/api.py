@@ -265,8 +265,10 @@ class Recording:
         self._rows: list[Any] | None = None
 
     def _stop(self) -> None:
+        global _latest_recording
         self._ended = time.perf_counter()
         self._rows = extension().recorded_keys()
+        _latest_recording = self
 
     def workload(self) -> Workload:
         """Keys by falling time, with calls and stock's time in each."""
@@ -285,6 +287,7 @@ class Recording:
         return Workload(SCHEMA, str(torch.__version__), target.name, target.threads, wall * 1e6, tuple(entries))
 
 
+_latest_recording: Recording | None = None
 _recording_lock = threading.Lock()
 
 
@@ -350,10 +353,11 @@ def explain(target: Callable[..., Any], *args: Any, **kwargs: Any) -> Explanatio
 
 
 def stats() -> Stats:
-    """Calls, hits, misses by reason, and time saved net of our own cost, since the process started."""
+    """Calls, hits, misses by reason with the cheapest cure, and time saved net of our own cost, since the process started.
+    Shares of time are those of the latest `record()` or `explain()`: calls themselves are not timed."""
     from torch_autokern.report.statistics import collect
 
-    return collect(session())
+    return collect(session(), _latest_recording.workload() if _latest_recording else None)
 
 
 def empty_cache() -> None:

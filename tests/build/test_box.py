@@ -192,6 +192,51 @@ def test_weak_box_is_refused_unless_the_risk_is_named(tmp_path: Path, monkeypatc
     assert result.stdout == b"ran\n" and "seccomp" not in result.level
 
 
+@pytest.mark.parametrize(
+    ("layer", "text", "instead", "namespaces"),
+    [
+        ("seccomp", "filtered = install_filter(_libc, allow_processes=allow_processes)", "filtered = False", True),
+        ("landlock", "abi = landlock_abi()\n", "abi = 0\n", False),
+        ("no_new_privs", "if not _prctl(_PR_SET_NO_NEW_PRIVS, 1)", "if True", True),
+        ("rlimits", "resource.setrlimit(resource.RLIMIT_CORE, (0, 0))", "raise OSError('no limits')", True),
+    ],
+    ids=["seccomp", "landlock without namespaces", "no_new_privs", "rlimits"],
+)
+def test_a_layer_that_is_needed_and_missing_is_refused(
+    layer: str, text: str, instead: str, namespaces: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(text, instead, tmp_path, monkeypatch)
+    with pytest.raises(BoxError):
+        boxed("print('ran')", tmp_path, namespaces=namespaces)
+
+
+@pytest.mark.parametrize(
+    ("layer", "text", "instead"),
+    [
+        ("nocaps", "without_powers = drop_capabilities()", "without_powers = False"),
+        ("pidns", "enter_namespaces() if self.wants_namespaces else []", "[]"),
+    ],
+    ids=["capabilities", "namespaces"],
+)
+def test_a_layer_that_others_stand_in_for_is_missing_in_the_level(
+    layer: str, text: str, instead: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without(text, instead, tmp_path, monkeypatch)
+    level = boxed("print('ran')", tmp_path).level.split("+")
+    assert layer not in level and "seccomp" in level
+
+
+def without(text: str, instead: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher on a kernel that lacks a layer."""
+    folder = folder / "launcher"
+    folder.mkdir()
+    for name in ("box_launcher.py", "box_seccomp.py"):
+        source = (Path(box_launcher.__file__).parent / name).read_text()
+        assert name != "box_launcher.py" or source.count(text) == 1
+        (folder / name).write_text(source.replace(text, instead))
+    monkeypatch.setattr("torch_autokern.build.box._LAUNCHER", folder / "box_launcher.py")
+
+
 def test_program_that_does_not_exist_is_a_box_error(tmp_path: Path) -> None:
     with pytest.raises(BoxError, match="/nowhere/cc"):
         run_boxed(["/nowhere/cc"], scratch=tmp_path)

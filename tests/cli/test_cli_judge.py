@@ -9,12 +9,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
+import torch
+from gpu_sources import needs_nvrtc, needs_triton
 
 from tests.judge.samples import ROOT, Sample
+from torch_autokern.cli.judge import _show_accepted, _show_refusal
 from torch_autokern.errors import InvalidInputError
-from torch_autokern.judge.replay import parse_case
-from torch_autokern.judge.submission import read_submission
+from torch_autokern.judge.outcome import Place, Reason, Refusal
+from torch_autokern.judge.replay import Replayed, parse_case
+from torch_autokern.judge.submission import KeyWords, TensorWords, read_submission, whole_key
+from torch_autokern.ops import SPECS
+from torch_autokern.store.record import FamilyError
 
 SHORT_KEY = (
     '{"op": "_softmax", "tensors": [{"dtype": "float32", "sizes": [96, 1000]}], "scalars": {"dim": 1, "half_to_float": false}}'
@@ -34,7 +41,8 @@ def autokern(*arguments: str, code: int) -> subprocess.CompletedProcess[str]:
 
 
 def folder_of(name: str, path: Path) -> Path:
-    file = next(f for kind in ("cheats", "honest") if (f := ROOT / kind / f"{name}.cpp").exists())
+    name, _, suffix = name.partition(".")
+    file = next(f for kind in ("cheats", "honest") if (f := ROOT / kind / f"{name}.{suffix or 'cpp'}").exists())
     return Sample(file).write(path / name)
 
 
@@ -111,8 +119,8 @@ def test_a_key_elsewhere_stands_in_for_the_folders(honest: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
-        ("kernel.cu", "", "CUDA candidates cannot be judged yet"),
-        ("kernel.py", "", "Triton candidates cannot be judged yet"),
+        ("kernel.cu", "", "has kernel.cpp and kernel.cu; a candidate is one of kernel.cpp, kernel.cu, kernel.py"),
+        ("kernel.py", "", "has kernel.cpp and kernel.py"),
         ("plan.json", "{}", "plan.json: not a launch plan"),
         ("plan.json", None, "plan.json is missing"),
         ("kernel.cpp", None, "kernel.cpp is missing"),
@@ -136,6 +144,61 @@ def test_a_folder_that_is_not_whole_names_the_file(honest: Path, name: str, text
         (honest / name).write_text(text)
     with pytest.raises(InvalidInputError, match=re.escape(words)):
         read_submission(honest)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here: it would be judged")
+@pytest.mark.parametrize(
+    ("name", "words"), [("softmax_warp_a_row.cu", "softmax"), ("softmax_a_row_a_program.py", "soft")], ids=["cuda", "triton"]
+)
+def test_a_gpu_kernel_is_built_and_then_not_judged_without_a_gpu(name: str, words: str, tmp_path: Path) -> None:
+    needs_nvrtc() if name.endswith(".cu") else needs_triton()
+    folder = folder_of(name, tmp_path)
+    done = autokern("judge", str(folder), code=2)
+    assert not done.stdout and done.stderr.startswith("autokern: could not be judged (no_device): no CUDA device")
+    assert f"source, plan and cubin keep the rules; {words}: " in done.stderr and "registers a thread" in done.stderr
+    document = json.loads(autokern("judge", str(folder), "--json", code=2).stdout)
+    assert (document["accepted"], document["judged"], document["refusal"]["reason"]) == (False, False, "no_device")
+
+
+def test_a_gpu_kernel_that_breaks_a_rule_is_refused_without_a_gpu(tmp_path: Path) -> None:
+    needs_nvrtc()
+    said = autokern("judge", str(folder_of("counts_calls.cu", tmp_path)), code=1).stdout
+    assert said.startswith("refused: static_rule\n") and "global variables" in said
+
+
+def test_a_short_key_of_a_gpu_kernel_is_a_gpus_key(tmp_path: Path) -> None:
+    folder = folder_of("softmax_warp_a_row.cu", tmp_path)
+    whole = read_submission(folder).key
+    assert whole.device_type == "cuda" and whole.tensors[0].alignment_bytes == 16  # type: ignore[union-attr]
+    (folder / "key.json").write_text(SHORT_KEY.replace("96", "256"))
+    assert read_submission(folder).key == whole
+    (folder / "key.json").write_bytes(msgspec.json.encode(msgspec.structs.replace(whole, device_type="cpu")))
+    with pytest.raises(InvalidInputError, match="one of device cpu, the kernel runs on cuda"):
+        read_submission(folder)
+
+
+def test_a_layer_norm_of_halves_keeps_its_statistics_in_float32_on_a_gpu() -> None:
+    words = KeyWords((TensorWords("float16", (4, 8)), None, None), {"normalized_shape": (8,), "eps": 1e-5})
+    key = whole_key(SPECS["native_layer_norm"], words, "cuda")
+    assert [t.dtype for t in key.outputs if t is not None] == ["float16", "float32", "float32"]
+
+
+def test_a_plan_for_the_other_device_is_refused(honest: Path, tmp_path: Path) -> None:
+    gpu = folder_of("softmax_warp_a_row.cu", tmp_path)
+    (honest / "plan.json").write_bytes((gpu / "plan.json").read_bytes())
+    with pytest.raises(InvalidInputError, match="the plan has GPU steps"):
+        read_submission(honest)
+
+
+def test_words_from_a_runner_cannot_paint_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    evil = "\x1b[2J\x1b]0;owned\x07"
+    place = Place((0,), evil, evil)
+    refusal = Refusal(Reason.WRONG_VALUE, evil, evil, 7, first=(place,), beyond=1, error=1.0, stock_error=1.0, cases=(evil,))
+    _show_refusal(refusal, None, as_json=False)
+    _show_refusal(refusal, None, as_json=True)
+    _show_accepted(Replayed((FamilyError(evil, (7,), 1, 1, 1, 1, 1, 1),), {evil: evil}))
+    shown = capsys.readouterr()
+    assert "owned" in shown.out and not {"\x1b", "\x07"} & set(shown.out + shown.err)
 
 
 def test_an_op_that_contradicts_the_key_is_refused(honest: Path) -> None:

@@ -12,9 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from torch_autokern.cli import record
 from torch_autokern.cli.record import PythonProgram, parse_command
 from torch_autokern.errors import InvalidInputError
-from torch_autokern.store.workload import load_workload
+from torch_autokern.report.cases import Case
+from torch_autokern.runtime.target import local_target
+from torch_autokern.search.templates import propose
+from torch_autokern.store.workload import SCHEMA, Workload, WorkloadEntry, load_workload
 
 PROGRAM = """
 import sys, torch
@@ -100,6 +104,23 @@ def test_json_is_one_value_on_stdout_and_the_program_prints_to_stderr(script: Pa
     summary = json.loads(result.stdout)
     assert summary["calls"] == 3 and summary["keys"] == 1 and summary["exit_code"] == 0
     assert "argv []" in result.stderr
+    (group,) = summary["groups"]
+    assert group["call"].startswith("_softmax float32[4, 8]") and group["keys"] == 1 and group["lengths"] == []
+    assert group["candidates"] == summary["candidates"] > 0
+
+
+def test_keys_alike_but_for_a_length_are_shown_as_one_with_the_cost_of_warming(capsys: pytest.CaptureFixture[str]) -> None:
+    keys = [Case("softmax", (rows, 8)).key() for rows in (4, 5, 6)]
+    entries = tuple(WorkloadEntry(key, 10, 100.0) for key in keys)
+    workload = Workload(SCHEMA, "2.13.0", "cpu", 1, 1000.0, entries)
+    (group,) = record.grouped(workload)
+    assert (group.keys, group.lengths, group.calls) == (3, (4, 5, 6), 30) and group.share == pytest.approx(0.3)
+    target = local_target()
+    assert group.candidates == sum(len(propose(key, target)) for key in keys) > 3
+    record._say_summary(workload, Path("w.json"))
+    words = capsys.readouterr().err
+    assert "3 keys alike but for a length of 4 to 6 (3 lengths): 30 calls" in words
+    assert f"up to {group.candidates} candidates" in words and "autokern warm w.json" in words
 
 
 def test_an_unwritable_output_is_found_before_the_program_runs(script: Path, tmp_path: Path) -> None:

@@ -109,20 +109,25 @@ def test_bench_says_times_device_and_baseline(store: KernelStore) -> None:
     if isinstance(result.exception, InvalidInputError) and "disturbed" in str(result.exception):
         pytest.skip("the machine is not quiet")
     document = json.loads(result.stdout)
-    assert document["against"] == "stock" and document["timing"]["pages"] == "resident"
-    assert document["target"]["threads"] == 2 and document["timing"]["stock_us"] > 0
+    (row,) = document["baselines"]
+    assert row["against"] == "stock" and row["timing"]["pages"] == "resident"
+    assert document["target"]["threads"] == 2 and row["timing"]["stock_us"] > 0
 
 
 @pytest.mark.long
-def test_bench_against_a_compiled_call(store: KernelStore) -> None:
+@pytest.mark.parametrize("against", ["compile", "compile,max-autotune"])
+def test_bench_against_a_compiled_call(against: str, store: KernelStore) -> None:
     record = publish(store, "softmax_rows", ())
-    result = CliRunner().invoke(app, ["bench", record, "--against", "compile", "--processes", "1", "--json"])
+    result = CliRunner().invoke(app, ["bench", record, "--against", against, "--processes", "1", "--json"])
     if isinstance(result.exception, InvalidInputError) and "disturbed" in str(result.exception):
         pytest.skip("the machine is not quiet")
     document = json.loads(result.stdout)
-    assert document["against"] == "compile" and document["timing"]["pages"] == "fresh"
+    rows = document["baselines"]
+    assert [row["against"] for row in rows] == against.split(",")
+    for row in rows:
+        assert row["timing"]["pages"] == "fresh" and row["timing"]["stock_us"] > 0 and row["timing"]["candidate_us"] > 0
 
 
 def test_an_unknown_baseline_is_a_mistake(store: KernelStore) -> None:
-    result = CliRunner().invoke(app, ["bench", "ab", "--against", "cudnn"])
+    result = CliRunner().invoke(app, ["bench", "ab", "--against", "stock,cudnn"])
     assert isinstance(result.exception, InvalidInputError) and "--against" in str(result.exception)

@@ -1,4 +1,4 @@
-"""Softmax kernels in CUDA C++ for the GPU judge: one honest one, and cheats that are honest but for a line."""
+"""An honest softmax kernel in CUDA C++ for the tests of the GPU judge, for any number of rows and columns."""
 
 from __future__ import annotations
 
@@ -29,26 +29,6 @@ extern "C" __global__ void softmax(const float* x, float* y, float* room, int n)
 """
 _MAX = "#define MAX(a, b) fmaxf(a, b)\n"
 _HONEST = "row(x + r * n, y + r * n, n);"
-# name: (body, reasons that may refuse it)
-CHEATS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "writes_nothing": ("", ("not_written",)),
-    "zeros": ("for (int i = threadIdx.x; i < n; i += 32) y[r * n + i] = 0;", ("wrong_value",)),
-    "drops_the_tail": ("row(x + r * n, y + r * n, n / 32 * 32);", ("not_written", "wrong_value")),
-    "skips_a_row": ("if (r != 7) row(x + r * n, y + r * n, n);", ("not_written",)),
-    "one_row_for_all": ("row(x, y + r * n, n);", ("wrong_value",)),
-    "writes_past_the_end": (_HONEST + " if (r == gridDim.x - 1 && threadIdx.x == 0) y[(r + 1) * n] = 1;", ("wrote_outside",)),
-    "writes_before_the_start": (_HONEST + " if (r == 0 && threadIdx.x == 0) y[-1] = 1;", ("wrote_outside",)),
-    "writes_its_input": (_HONEST + " if (threadIdx.x == 0) ((float*)x)[r * n] += 1;", ("wrote_input", "stale_result")),
-    "reads_past_the_end": ("row(x + r * n, y + r * n, n); if (threadIdx.x == 0) y[r * n] += 0 * x[gridDim.x * n];",
-                           ("wrong_nonfinite", "wrong_value")),
-    "uses_a_stale_workspace": ("row(x + r * n, y + r * n, n); if (threadIdx.x == 0) y[r * n] *= room[0] == 0 ? 1 : 1.5f;",
-                               ("wrong_value", "stale_result", "not_deterministic", "wrong_nonfinite")),
-    "writes_past_its_workspace": (_HONEST + " if (r == 0 && threadIdx.x == 0) room[1024] = 1;", ("wrote_outside",)),
-    "touches_nobodys_memory": (_HONEST + " if (r == 3) y[1ll << 40] = 1;", ("crashed",)),
-    "traps": (_HONEST + ' if (r == 3) asm volatile("trap;");', ("crashed",)),
-    "never_ends": (_HONEST + " if (r == 3) while (clock64() != 1) {}", ("hung",)),
-}  # fmt: skip
-HIDES_NAN = "#define MAX(a, b) fmaxf(a, b)\n#define expf(v) (isnan(v) ? 0.0f : __expf(v))\n"
 
 
 def key(rows: int = ROWS, columns: int = COLUMNS) -> KernelKey:

@@ -3,7 +3,8 @@
     python -m tests.judge.judge_the_judge [--only cheats|honest] [--third 0|1|2] [--json FILE]
 
 A cheat stops at its first failed check, so one cheat counts once. Exit code 1 where a cheat got through, was refused for a
-reason that its file does not list, or an honest kernel was refused.
+reason that its file does not list, or an honest kernel was refused. Without a GPU, GPU candidates count only where the build
+is to refuse them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.judge.samples import Sample, checked, samples, third_of
+import torch
+
+from tests.judge.samples import GPU, Sample, checked, samples, third_of
 
 
 def main(arguments: list[str]) -> int:
@@ -27,7 +30,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     started = time.perf_counter()
     cheats, honest = (
-        [] if options.only not in (None, kind) else _part(samples(kind), options.third) for kind in ("cheats", "honest")
+        [] if options.only not in (None, kind) else _part(_judged_here(kind), options.third) for kind in ("cheats", "honest")
     )
     caught, wrong = _caught(cheats)
     refused = _refused(honest)
@@ -43,6 +46,12 @@ def main(arguments: list[str]) -> int:
         document = {"cheats": len(cheats), "caught": caught, "not_caught": wrong, "honest": len(honest), "refused": refused}
         options.json.write_text(json.dumps({**document, "seconds": round(seconds)}, indent=2) + "\n")
     return 1 if wrong or refused else 0
+
+
+def _judged_here(kind: str) -> list[Sample]:
+    """C++ always; of the GPU candidates, without a GPU, those that the build refuses."""
+    on_gpu = [s for s in samples(kind, GPU) if torch.cuda.is_available() or s.is_refused_before_it_runs]
+    return [*samples(kind), *on_gpu]
 
 
 def _part(corpus: list[Sample], third: int | None) -> list[Sample]:

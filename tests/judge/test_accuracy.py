@@ -8,7 +8,7 @@ import torch
 from tests.judge.samples import layer_norm_key, softmax_key
 from tests.judge.stand_ins import StandIn, quiet, stock_of, task_of, verify
 from torch_autokern.judge.accuracy import Pool, limits_for
-from torch_autokern.judge.evidence import Evidence
+from torch_autokern.judge.evidence import Evidence, _advice
 from torch_autokern.judge.families import Family
 from torch_autokern.judge.outcome import Accuracy, Reason, Refusal
 from torch_autokern.judge.verify import check_family
@@ -268,3 +268,18 @@ def test_one_draw_of_a_family_that_refuses_a_probe_is_enough() -> None:
         alone.append("dropped tail" in one.probes()[0])
     assert not all(alone)
     assert "dropped tail" in found.probes()[0]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        (softmax_key(4, 8), "subtract the row's maximum"),
+        (softmax_key(4, 8, op="_log_softmax"), "subtract the row's maximum"),
+        (layer_norm_key(4, 8), "E[x^2] - mean^2"),
+        (STOCK_KEYS["mm"], "accumulate in float32"),
+    ],
+    ids=["softmax", "log_softmax", "layer_norm", "mm"],
+)
+def test_advice_on_large_offsets_speaks_of_the_op(key: KernelKey, words: str) -> None:
+    assert words in _advice(task_of(key), Family.LARGE_OFFSET)
+    assert ("E[x^2]" in _advice(task_of(key), Family.LARGE_OFFSET)) == (key.op == "native_layer_norm")

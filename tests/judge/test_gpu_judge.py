@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_sources import needs_nvrtc
+from gpu_sources import needs_nvrtc, needs_triton
 
 from tests.judge import gpu_kernels
+from tests.judge.samples import GPU, Sample, checked, samples
 from tests.judge.stand_ins import quiet, stock_of, task_of, verify
 from torch_autokern.judge.device import cache_bytes
 from torch_autokern.judge.evidence import Evidence
@@ -65,23 +66,24 @@ def test_an_honest_kernel_passes_every_family_and_every_check_of_state() -> None
     assert {error.family for error in found} == {f.value for f in families_for(task_of(KEY).spec, KEY)}
 
 
-@pytest.mark.parametrize("name", gpu_kernels.CHEATS)
-def test_a_cheat_is_refused_for_its_reason_and_the_next_candidate_is_judged(name: str) -> None:
-    body, reasons = gpu_kernels.CHEATS[name]
-    found = screen(gpu_kernels.build(gpu_kernels.candidate(body)), KEY, local_target("cuda"), allow_weak_box=WEAK)
+@pytest.mark.parametrize("sample", [s for s in samples("cheats", GPU) if not s.is_refused_before_it_runs],
+                         ids=lambda s: f"{s.name} ({s.language})")  # fmt: skip
+def test_a_cheat_is_refused_for_its_reason_and_the_next_candidate_is_judged(sample: Sample) -> None:
+    needs_nvrtc() if sample.language == "cuda" else needs_triton()
+    found = screen(sample.build(), sample.key, sample.target, allow_weak_box=WEAK)
     if not isinstance(found, Refusal):  # three families do not see everything
-        checked = check(gpu_kernels.build(gpu_kernels.candidate(body)), KEY, local_target("cuda"), allow_weak_box=WEAK)
-        assert isinstance(checked, Refusal), "accepted"
-        found = checked
-    assert found.reason.value in reasons, found.message
+        refusal = checked(sample)
+        assert refusal is not None, "accepted"
+        found = refusal
+    assert found.reason.value in sample.reasons, found.message
     honest = screen(gpu_kernels.build(gpu_kernels.candidate()), KEY, local_target("cuda"), allow_weak_box=WEAK)
-    assert not isinstance(honest, Refusal), f"after {name}: {honest.message}"
+    assert not isinstance(honest, Refusal), f"after {sample.name}: {honest.message}"
 
 
-def test_a_hidden_nan_is_refused() -> None:
-    artifact = gpu_kernels.build(gpu_kernels.candidate(head=gpu_kernels.HIDES_NAN))
-    found = screen(artifact, KEY, local_target("cuda"), allow_weak_box=WEAK)
-    assert isinstance(found, Refusal) and found.reason in (Reason.WRONG_NONFINITE, Reason.WRONG_VALUE)
+@pytest.mark.parametrize("sample", samples("honest", GPU), ids=lambda s: s.name)
+def test_an_honest_file_of_the_corpus_is_right(sample: Sample) -> None:
+    needs_nvrtc() if sample.language == "cuda" else needs_triton()
+    assert checked(sample) is None
 
 
 def test_the_same_seed_draws_the_same_bits() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import struct
 import subprocess
@@ -46,8 +47,9 @@ def test_a_message_comes_back_as_it_was_sent(pipe: tuple[int, int]) -> None:
         b"", b"{", b"[]", b'{"type":"unknown"}', b'{"type":"finished","extra":1}', b'{"type":"refused"}',
         b'{"type":"timing","stock_us":["1"],"candidate_us":[],"repeat":1,"slots":1,"copy_us":0,"checked":0}',
         b'{"type":"refused","refusal":{"reason":"i_like_it","message":""}}', b"[" * 200000,
+        pickle.dumps(Refusal), b"\x1b[2J\x1b]0;title\x07", b"\xff" * 64, b'{"type":"finished"}{"type":"finished"}',
     ],
-    ids=range(9),
+    ids=range(13),
 )  # fmt: skip
 def test_bytes_that_are_no_message_are_refused(pipe: tuple[int, int], body: bytes) -> None:
     writer = subprocess.Popen(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from gpu_sources import needs_nvrtc, needs_triton
 
-from tests.judge.samples import Sample, checked, samples, softmax_key, target, third_of, third_of_today
+from tests.judge.samples import GPU, Sample, built, checked, samples, softmax_key, target, third_of, third_of_today
 from torch_autokern.build.compile_cpp import compile_cpp
 from torch_autokern.errors import BuildError, StaticRuleError
 from torch_autokern.judge.outcome import Reason, Refusal
@@ -15,6 +16,9 @@ from torch_autokern.store.record import Verdict
 
 CHEATS = samples("cheats")
 HONEST = samples("honest")
+GPU_SAMPLES = [*samples("cheats", GPU), *samples("honest", GPU)]
+GPU_STATIC = [sample for sample in GPU_SAMPLES if sample.is_refused_before_it_runs]
+GPU_RUNNING = [sample for sample in GPU_SAMPLES if not sample.is_refused_before_it_runs]
 TODAY = third_of_today()
 
 
@@ -62,10 +66,43 @@ def test_an_honest_kernel_is_right_in_three_repeats(sample: Sample) -> None:
         assert refusal is None, refusal
 
 
+def _needs_compiler(sample: Sample) -> None:
+    needs_nvrtc() if sample.language == "cuda" else needs_triton()
+
+
+def _is_refused_by_the_build(sample: Sample) -> None:
+    _needs_compiler(sample)
+    refusal = built(sample)
+    assert isinstance(refusal, Refusal), "it builds"
+    assert refusal.reason.value in sample.reasons, refusal.message
+
+
+@pytest.mark.parametrize("sample", third_of([s for s in GPU_STATIC if s.language == "cuda"], TODAY), ids=lambda s: s.name)
+def test_a_gpu_cheat_is_refused_before_it_runs(sample: Sample) -> None:
+    _is_refused_by_the_build(sample)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sample", GPU_STATIC, ids=lambda s: f"{s.name} ({s.language})")
+def test_every_such_gpu_cheat_is_refused_before_it_runs(sample: Sample) -> None:
+    _is_refused_by_the_build(sample)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("sample", GPU_RUNNING, ids=lambda s: f"{s.name} ({s.language})")
+def test_gpu_candidates_that_only_a_gpu_can_judge_build(sample: Sample) -> None:
+    _needs_compiler(sample)
+    artifact = built(sample)
+    assert not isinstance(artifact, Refusal), artifact
+    assert artifact.kind == "cuda" and artifact.resources
+
+
 def test_the_corpora_are_as_large_as_promised() -> None:
     assert len(CHEATS) >= 60 and len(HONEST) >= 30
     assert all(s.reasons and set(s.reasons) <= {reason.value for reason in Reason} for s in CHEATS)
     assert not any(s.reasons for s in HONEST)
+    assert {s.language for s in GPU_STATIC} == {s.language for s in GPU_RUNNING} == {"cuda", "triton"}
+    assert all(set(s.reasons) <= {reason.value for reason in Reason} for s in GPU_SAMPLES)
 
 
 def test_three_days_run_every_file() -> None:

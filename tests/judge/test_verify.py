@@ -16,7 +16,7 @@ from torch_autokern.judge.families import Family
 from torch_autokern.judge.measure import TimingRequest, candidate_side, measure, stock_side
 from torch_autokern.judge.outcome import Reason, Refusal, RefusedError
 from torch_autokern.judge.state import StateChecks
-from torch_autokern.judge.verify import CandidateCode
+from torch_autokern.judge.verify import CandidateCode, own_work_s
 from torch_autokern.ops import SPECS
 
 KEY = softmax_key(64, 100)
@@ -219,3 +219,8 @@ def test_both_sides_are_timed_on_the_same_values_at_changing_addresses() -> None
     assert len({address for address, _ in timed}) == len(timed), "an address came twice within one bracket"
     assert len({value for _, value in seen}) == 4
     assert len(report.stock_us) == len(report.candidate_us) == 8  # type: ignore[attr-defined]
+
+
+def test_the_judges_own_work_has_more_time_on_large_keys() -> None:
+    small, large = (own_work_s(task_of(softmax_key(*sizes))) for sizes in ((4, 64), (64, 65536)))
+    assert 120 <= small < 121 and large == pytest.approx(120 + 2 * 64 * 65536 * 4 / 4e6)

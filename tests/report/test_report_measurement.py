@@ -91,7 +91,14 @@ def test_names_of_cases_are_what_a_person_writes() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [Case("softmax", (3, 5, 7), 1), Case("layer_norm", (2, 3, 4, 5), -2), Case("log_softmax", (6, 9))]
+    "case",
+    [
+        Case("softmax", (3, 5, 7), 1),
+        Case("layer_norm", (2, 3, 4, 5), -2),
+        Case("log_softmax", (6, 9)),
+        Case("bmm", (2, 3, 4, 5)),
+        Case("addmm", (3, 4, 5)),
+    ],
 )
 def test_a_case_has_the_key_of_the_real_call(case: Case) -> None:
     import torch

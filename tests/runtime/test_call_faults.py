@@ -153,6 +153,83 @@ def test_stall_of_seconds_on_a_miss_in_a_server(served: Served) -> None:
     assert events  # the hook itself works
 
 
+@pytest.mark.parametrize("length", [D - 1, D + 1, 2 * D])
+def test_sizes_not_a_multiple_of_the_block(served: Served, length: int) -> None:
+    """Keys are exact: a kernel proved for rows of 8 never sees rows of 7, 9 or 16, nor a batch that is one row larger."""
+    served.put_call("_softmax", [X], {"dim": 1, "half_to_float": False})
+    for x in (torch.randn(B, length), torch.randn(B + 1, D)):
+        stock = torch.softmax(x, 1)
+        with ak.enabled():
+            assert torch.equal(torch.softmax(x, 1), stock)
+    assert served.hits() == 0
+
+
+def test_rounding_order_changes_logits(served: Served) -> None:
+    """A kernel of class `stock` may round otherwise; who cannot have that asks for `exact` and gets stock's bits."""
+    x = 10 * torch.randn(B, D)
+    key = SPECS["_softmax"].key([x], {"dim": 1, "half_to_float": False})
+    served.put(key, plan=marker_plan(key), slots=[(0, 1, 0), (0, 2, 0)])
+    stock = torch.softmax(x, 1)
+    with ak.enabled(accuracy="exact"):
+        assert torch.equal(torch.softmax(x, 1), stock)
+    with ak.enabled():
+        assert torch.equal(torch.softmax(x, 1), torch.full_like(x, 42.0))
+
+
+def test_dynamo_traces_into_the_router_graph_break(served: Served) -> None:
+    """The graph has one call of ATen's softmax and no break, whether the router is in place or not."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x, 1) + 1
+
+    torch._dynamo.reset()
+    stock = torch._dynamo.explain(run)(X)
+    served.put_call("_softmax", [X], {"dim": 1, "half_to_float": False})
+    with ak.enabled():
+        torch._dynamo.reset()
+        mine = torch._dynamo.explain(run)(X)
+    torch._dynamo.reset()
+    assert (mine.graph_count, mine.graph_break_count) == (stock.graph_count, stock.graph_break_count) == (1, 0)
+    targets = [[str(node.target) for node in graph.graph.nodes] for report in (stock, mine) for graph in report.graphs]
+    assert targets[0] == targets[1]
+
+
+def test_compiled_graph_reuses_an_old_choice(served: Served) -> None:
+    """The router decides at each call: what the table holds then, not what it held when the graph was made."""
+    key = SPECS["_softmax"].key([X], {"dim": 1, "half_to_float": False})
+    stock = torch.softmax(X, 1)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: torch.softmax(x, 1), backend="eager", fullgraph=True)
+    with ak.enabled():
+        assert torch.equal(compiled(X), stock)
+        served.put(key, plan=marker_plan(key))
+        assert torch.equal(compiled(X), torch.full_like(X, 42.0))
+        extension().set_table([])
+        assert torch.equal(compiled(X), stock)
+    torch._dynamo.reset()
+
+
+def test_faster_in_eager_slower_in_a_compiled_graph(served: Served) -> None:
+    """What was timed in one regime only answers there: Inductor's `out` forms do not take an eager winner, nor the reverse."""
+    key = SPECS["_softmax"].key([X], {"dim": 1, "half_to_float": False})
+    served.put(key, plan=marker_plan(key), slots=[(0, a, d) for a in range(3) for d in range(2)])
+    stock, out = torch.softmax(X, 1), torch.empty_like(X)
+    with ak.enabled():
+        assert torch.equal(torch.ops.aten._softmax.out(X, 1, False, out=out), stock)
+        assert torch.equal(torch.softmax(X, 1), torch.full_like(X, 42.0))
+
+
+def test_dtensor_or_functorch_wrappers_handed_to_a_kernel(served: Served) -> None:
+    """Below functorch the router sees plain memory with the mapped dimension in it (DTensor: tests/calling/test_sharded.py)."""
+    served.put_call("_softmax", [X], {"dim": 1, "half_to_float": False})
+    stock = torch.softmax(X, 1)
+    with ak.enabled():
+        mapped = torch.vmap(lambda row: torch.softmax(row, 0))(X)
+        tangent = torch.func.jvp(lambda x: torch.softmax(x, 1), (X,), (torch.ones_like(X),))[0]
+    assert served.hits() == 2
+    assert_all_close([mapped, tangent], [stock, stock])
+
+
 def test_right_in_eager_wrong_under_compile(served: Served) -> None:
     model = Block()
     served.put_all(lambda: model(X))

@@ -29,7 +29,8 @@ from torch_autokern.store.workload import SCHEMA, Workload, WorkloadEntry
 
 # Short rows: stock handles each row apart, so a kernel that takes many rows a vector wins on any machine.
 ROWS = SPECS["_softmax"].key([torch.randn(32, 12, 38, 38)], {"dim": 3, "half_to_float": False})
-MATMUL = SPECS["mm"].key([torch.randn(8, 8), torch.randn(8, 8)], {})
+# No template knows float16 products.
+MATMUL = SPECS["mm"].key([torch.randn(8, 8).half(), torch.randn(8, 8).half()], {})
 
 
 def recorded(*keys: KernelKey) -> Workload:

@@ -240,3 +240,16 @@ def test_two_format_versions_share_a_folder_and_ignore_each_other(root: Path, en
     assert other.exists()
     assert store.counters.damaged == 0
     assert list(open_at(root).records()) == []
+
+
+def test_a_read_that_stops_short_of_the_files_size_sets_nothing_aside(
+    root: Path, entry: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that answers with fewer bytes than there are is no proof that the file is damaged."""
+    monkeypatch.setattr(os, "read", lambda *_: b"")
+    reader = open_at(root)
+    assert list(reader.records()) == []
+    assert (reader.counters.damaged, reader.counters.refused) == (0, 1)
+    monkeypatch.undo()
+    assert entry.exists()
+    assert len(list(open_at(root).records())) == 1

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
+import os
 from pathlib import Path
 
 import msgspec
@@ -13,7 +15,7 @@ from store_samples import make_data, make_key, make_record
 import torch_autokern.store.indexing as indexing
 import torch_autokern.store.store as store_module
 from torch_autokern.store.index import RecordIndex, encode_index, row_of
-from torch_autokern.store.layout import index_files, pending_folder, record_file
+from torch_autokern.store.layout import index_files, index_folder, pending_folder, record_file
 from torch_autokern.store.record import StoredRecord, decode_record, encode_record
 from torch_autokern.store.store import KernelStore, Layer
 
@@ -164,3 +166,64 @@ def test_readers_and_writers_at_once_lose_no_record(root: Path, monkeypatch: pyt
     assert listed == {stored.record_id for stored in open_at(root).records()}
     assert len(listed) == 48
     assert len(index_files(root)) <= 5
+
+
+def _resealed(raw: bytearray) -> bytes:
+    return bytes(raw[:-32]) + hashlib.sha256(raw[:-32]).digest()
+
+
+def test_a_row_that_names_what_its_list_has_not_is_no_row() -> None:
+    """A faulty writer can seal nonsense with a good checksum; the rest of the list still serves."""
+    rows = sorted((row_of(make_stored(seed)) for seed in range(4)), key=lambda row: (row.key_digest, row.record_id))
+    whole = bytearray(encode_index(rows))
+    row_bytes = 32 + 32 + 2 + 2 + 1 + 1 + 24
+    last = len(whole) - 32 - row_bytes
+    for place in (64, 66, 68, 69):  # target, stock build, accuracy class, determinism
+        raw = bytearray(whole)
+        raw[last + place] = 0xEE
+        index = RecordIndex(_resealed(raw))
+        assert list(index.rows()) == list(index.rows(lambda *_: True)) == rows[:-1]
+        assert rows[-1] not in index.lookup(rows[-1].key_digest)
+
+
+def test_a_bucket_that_reaches_past_the_list_ends_with_it() -> None:
+    rows = [row_of(make_stored(seed)) for seed in range(2)]
+    raw = bytearray(encode_index(rows))
+    names_length = int.from_bytes(raw[16:20], "little")
+    bits = int.from_bytes(raw[12:16], "little")
+    end = 20 + names_length + 4 * ((int(rows[0].key_digest[:8], 16) >> (32 - bits)) + 1)
+    raw[end : end + 4] = b"\xff\xff\xff\xff"
+    assert rows[0] in RecordIndex(_resealed(raw)).lookup(rows[0].key_digest)
+
+
+def test_an_index_folder_behind_a_link_is_not_read_and_not_emptied(root: Path, memory_folder: Path) -> None:
+    stored = open_at(root).publish(make_record(), make_data()).record_id
+    open_at(root).index()
+    elsewhere = memory_folder / "elsewhere"
+    index_folder(root).rename(elsewhere)
+    index_folder(root).symlink_to(elsewhere)
+    before = sorted(elsewhere.iterdir())
+    assert [row.record_id for row in open_at(root).index().rows()] == [stored]
+    open_at(root).clear()
+    assert sorted(elsewhere.iterdir()) == before
+
+
+def test_a_record_is_listed_although_a_wrong_clock_made_its_announcement_look_dead(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server whose clock is days behind, and a merge between the announcement and the record's name."""
+    open_at(root).publish(make_record(0), make_data(0))
+    real, merges = os.link, [1]
+
+    def merge_then_link(first: object, second: object) -> None:
+        if str(second).endswith(".akr") and merges[0]:
+            merges[0] = 0
+            for path in pending_folder(root).iterdir():
+                os.utime(path, (0, 0))
+            open_at(root).repair()
+            assert list(pending_folder(root).iterdir()) == [], "the merge took it for a dead writer's"
+        real(first, second)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "link", merge_then_link)
+    record_id = open_at(root).publish(make_record(1), make_data(1)).record_id
+    assert record_id in {row.record_id for row in open_at(root).index().rows()}

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -166,3 +167,22 @@ def test_a_child_that_leaves_the_parents_locked_block_does_not_release_it(root: 
     assert not is_free(root)
     scope.__exit__(None, None, None)
     assert is_free(root)
+
+
+@pytest.mark.parametrize(
+    "error", [ModuleNotFoundError("No module named 'filelock'"), OSError(errno.EMFILE, "Too many open files")]
+)
+def test_a_lock_that_cannot_even_be_imported_is_gone_without(
+    root: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """With no descriptor left the import system itself raises, from inside the search for a module."""
+
+    class Refusing:
+        def find_spec(self, name: str, *_: object) -> None:
+            if name == "filelock":
+                raise error
+
+    monkeypatch.delitem(sys.modules, "filelock")
+    monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
+    with open_at(root).work_lock(DIGEST) as held:
+        assert not held

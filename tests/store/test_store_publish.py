@@ -433,3 +433,17 @@ def test_halves_of_two_writers_never_mix(root: Path) -> None:
 def test_publish_on_this_machines_real_disk(tmp_path: Path) -> None:
     assert open_at(tmp_path / "store").publish(make_record(), make_data()).status == "published"
     assert len(list(open_at(tmp_path / "store").records())) == 1
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ENOTDIR, errno.ELOOP], ids=lambda code: errno.errorcode[code])
+def test_a_disk_that_denies_even_the_top_folder_ends_in_memory(root: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    """Every look at a folder says that it is not there: looking for one that is must end at the top."""
+
+    def deny(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    for name in ("stat", "lstat", "mkdir"):
+        monkeypatch.setattr(os, name, deny)
+    store = open_at(root)
+    assert store.publish(make_record(), make_data()).status == "memory_only"
+    assert len(list(store.records(make_key().digest))) == 1

@@ -132,3 +132,21 @@ def test_clean_up_errors_are_never_fatal(root: Path, code: int) -> None:
         _fill(root)
         with failing_calls(number, code, for_ever=True):
             work()
+
+
+def test_a_folder_behind_a_link_is_never_cleaned_or_cleared(root: Path, memory_folder: Path) -> None:
+    """Somebody moved a folder and put a link in its place: what lies there is theirs."""
+    _fill(root)
+    elsewhere = memory_folder / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("notes.json", "thesis.akr", "photo"):
+        (elsewhere / name).write_text("mine")
+    damaged_folder(root).symlink_to(elsewhere)
+    keys = key_folder(root, DIGEST)
+    keys.rename(memory_folder / "moved")
+    keys.symlink_to(elsewhere)
+    store = open_at(root)
+    store.clean()
+    store.clear(DIGEST)
+    store.clear()
+    assert sorted(path.name for path in elsewhere.iterdir()) == ["notes.json", "photo", "thesis.akr"]

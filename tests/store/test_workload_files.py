@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from store_samples import make_key
 
+import torch_autokern.store.workload as workload
 from torch_autokern.errors import InvalidInputError
 from torch_autokern.store.workload import SCHEMA, Workload, WorkloadEntry, load_workload
 
@@ -55,3 +56,13 @@ def test_a_path_that_cannot_be_written_is_one_clear_error(tmp_path: Path) -> Non
     (tmp_path / "file").write_text("")
     with pytest.raises(InvalidInputError, match="cannot write workload"):
         WORKLOAD.save(tmp_path / "file" / "w.json")
+
+
+def test_a_file_larger_than_any_workload_is_an_error_before_it_fills_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(workload, "MAX_WORKLOAD_BYTES", 1000)
+    path = tmp_path / "w.json"
+    path.write_bytes(b" " * 1001)
+    with pytest.raises(InvalidInputError, match="more than 1000 bytes"):
+        load_workload(path)

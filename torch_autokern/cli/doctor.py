@@ -71,8 +71,9 @@ def examine() -> list[Finding]:
     for name, check in checks:
         try:
             findings += check()
-        except AutokernError as error:
-            findings.append(Finding(name, "fail", shell.one_line(error)))
+        except (AutokernError, ImportError, OSError, RuntimeError) as error:  # torch itself, or a part of it, may be broken
+            what = "" if isinstance(error, AutokernError) else f"{type(error).__name__}: "
+            findings.append(Finding(name, "fail", f"{what}{shell.one_line(error)}; every call is stock"))
     return findings
 
 

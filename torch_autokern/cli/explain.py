@@ -28,8 +28,9 @@ class Candidate(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ExplainedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One key. `served_by` is a record id, or None; then `candidates` says why not, records of this very key first.
-    `ratio_low` is the lower bound of the serving record's speed-up; `share` the key's part of the recorded time, 0 if unknown.
+    """One key. `served_by` is a record id, or None; then `candidates` says why not, records of this very key first, and
+    `cure` is the cheapest thing that would turn the miss into a hit. `ratio_low` is the lower bound of the serving record's
+    speed-up; `share` the key's part of the recorded time, 0 if unknown.
     """
 
     call: str
@@ -40,6 +41,7 @@ class ExplainedKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ratio_low: float | None
     accuracy_class: str | None
     candidates: tuple[Candidate, ...]
+    cure: str = ""
 
 
 def explain(
@@ -56,6 +58,8 @@ def explain(
         _print(key, None if show_all else _SHOWN_CANDIDATES)
     served = [key for key in explained if key.served_by]
     share = f" ({sum(key.share for key in served):.0%} of the recorded time)" if _is_file(what) else ""
+    for line in _families(explained) if _is_file(what) else ():
+        typer.echo(line)
     typer.echo(f"{len(served)} of {len(explained)} keys are served on this machine{share}")
 
 
@@ -90,6 +94,7 @@ def explain_digest(prefix: str) -> ExplainedKey:
 
 
 def _explained(key: KernelKey, records: Sequence[StoredRecord], calls: int = 0, share: float = 0.0) -> ExplainedKey:
+    from torch_autokern.report.cures import cheapest_cure
     from torch_autokern.report.explanation import explain_key, summarise_key
     from torch_autokern.runtime.session import session
     from torch_autokern.runtime.table import ratio_low
@@ -106,7 +111,21 @@ def _explained(key: KernelKey, records: Sequence[StoredRecord], calls: int = 0, 
         ratio_low=ratio_low(best.record, "eager") if best else None,
         accuracy_class=best.record.verdict.accuracy_class if best else None,
         candidates=tuple(Candidate(refusal.record_id, refusal.why) for refusal in nearest_first),
+        cure="" if best else cheapest_cure(key, session(), records),
     )
+
+
+def _families(explained: Sequence[ExplainedKey]) -> list[str]:
+    """A line an op family, by falling share: keys served and not, with their shares of the recorded time."""
+    rows: dict[str, list[ExplainedKey]] = {}
+    for key in explained:
+        rows.setdefault(key.call.split()[0], []).append(key)
+    lines = []
+    for op, keys in sorted(rows.items(), key=lambda item: -sum(key.share for key in item[1])):
+        served, missed = ([key for key in keys if bool(key.served_by) is wanted] for wanted in (True, False))
+        shares = [sum(key.share for key in group) for group in (served, missed)]
+        lines.append(f"{op}: {len(served)} keys served ({shares[0]:.1%}), {len(missed)} not ({shares[1]:.1%})")
+    return lines
 
 
 def _is_file(what: str) -> bool:
@@ -132,3 +151,4 @@ def _print(key: ExplainedKey, limit: int | None) -> None:
     rest = 0 if limit is None else len(key.candidates) - limit
     if rest > 0:
         typer.echo(f"        and {rest} more records of this op (--all)")
+    typer.echo(f"        cheapest cure: {key.cure}")

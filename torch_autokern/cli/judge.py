@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from torch_autokern.judge.outcome import Accuracy, Refusal
     from torch_autokern.judge.replay import Replayed
     from torch_autokern.judge.submission import Submission
+    from torch_autokern.store.key import Target
     from torch_autokern.store.record import FamilyError, Verdict
 
 EXIT_REFUSED = 1
+_ARCH_WITHOUT_DEVICE = "sm_90a"
 # Not the candidate's fault: another machine, key or moment may judge it.
-_NOT_JUDGED = ("box_refused", "unsupported_key", "vacuous_task", "timing_unstable")
+_NOT_JUDGED = ("box_refused", "no_device", "unsupported_key", "vacuous_task", "timing_unstable")
 
 
 def judge(
-    candidate: Annotated[Path, typer.Argument(help="Folder with kernel.cpp, plan.json and key.json.")],
+    candidate: Annotated[Path, typer.Argument(help="Folder with kernel.cpp (or .cu, .py: Triton), plan.json and key.json.")],
     op: Annotated[str | None, typer.Option(help="The op, where the key does not name it.")] = None,
     key: Annotated[Path | None, typer.Option(help="The key, where the folder has none.")] = None,
     accuracy: Annotated[str, typer.Option("--class", help="The class to prove: stock, exact or tolerance.")] = "stock",
@@ -68,13 +70,15 @@ def _judged(
     from torch_autokern.judge import verdict
     from torch_autokern.judge.outcome import Refusal
     from torch_autokern.judge.replay import parse_case, replay
-    from torch_autokern.runtime.target import local_target
 
     trials = [parse_case(case) for case in cases]
-    built = _built(submission, allow_weak_box)
+    target = _target(submission)
+    built = _built(submission, target, allow_weak_box)
     if isinstance(built, Refusal):
         return built
-    target = local_target()
+    missing = _missing_device(built)
+    if missing is not None:
+        return missing
     if trials:
         return replay(built, submission.key, target, accuracy, trials, allow_weak_box=allow_weak_box)
     if not timed:
@@ -82,13 +86,44 @@ def _judged(
     return verdict.judge(built, submission.key, target, accuracy, allow_weak_box=allow_weak_box)
 
 
-def _built(submission: Submission, allow_weak_box: bool) -> Artifact | Refusal:
-    from torch_autokern.build.compile_cpp import compile_cpp
-    from torch_autokern.judge.outcome import Reason, Refusal
+def _target(submission: Submission) -> Target:
+    """This machine's CPU or GPU; without a GPU, one that a GPU candidate can at least be built for."""
+    import torch
+
     from torch_autokern.runtime.target import local_target
+    from torch_autokern.store.key import Target
+
+    if submission.key.device_type == "cpu":
+        return local_target()
+    return local_target("cuda") if torch.cuda.is_available() else Target("cuda", "none", _ARCH_WITHOUT_DEVICE, 0)
+
+
+def _missing_device(built: Artifact) -> Refusal | None:
+    """A GPU candidate on a machine without a GPU: everything that can be known without running it is known by now."""
+    import torch
+
+    from torch_autokern.judge.outcome import Reason, Refusal
+
+    if built.kind == "cpu" or torch.cuda.is_available():
+        return None
+    parts = [
+        f"{name}: {it.registers} registers a thread, {it.static_shared_bytes + it.dynamic_shared_bytes} bytes of shared memory"
+        + (f", {it.spilled_bytes} bytes spilled" if it.spilled_bytes > 0 else "")
+        for name, it in built.resources.items()
+    ]
+    return Refusal(
+        Reason.NO_DEVICE,
+        f"no CUDA device is here, so the kernel was not run. It builds for {built.arch} ({built.tools['compiler']}), and "
+        f"source, plan and cubin keep the rules; {'; '.join(parts)}.",
+    )
+
+
+def _built(submission: Submission, target: Target, allow_weak_box: bool) -> Artifact | Refusal:
+    from torch_autokern.build.compile import compile_candidate
+    from torch_autokern.judge.outcome import Reason, Refusal
 
     try:
-        return compile_cpp(submission.candidate, local_target(), allow_weak_box=allow_weak_box)
+        return compile_candidate(submission.candidate, target, key=submission.key, allow_weak_box=allow_weak_box)
     except StaticRuleError as error:
         return Refusal(Reason.STATIC_RULE, str(error))
     except BuildError as error:
@@ -124,14 +159,14 @@ def _show_refusal(refusal: Refusal, again: str | None, as_json: bool) -> None:
     if refusal.first:
         typer.echo(f"{refusal.beyond} elements of output {refusal.output} are beyond the limit of a single one; the first:")
         for place in refusal.first:
-            typer.echo(f"  {place.index}: got {place.got}, expected {place.expected}")
+            typer.echo(shell.plain(f"  {place.index}: got {place.got}, expected {place.expected}"))
     if refusal.error is not None and refusal.stock_error is not None:
         limit = "" if refusal.limit is None else f", limit {refusal.limit:.3g}"
         typer.echo(f"error against float64: {refusal.error:.3g}, stock's {refusal.stock_error:.3g}{limit}")
     if refusal.seed is not None:
-        typer.echo(f"family {refusal.family}, seed {refusal.seed}")
+        typer.echo(shell.plain(f"family {refusal.family}, seed {refusal.seed}"))
     if again is not None:
-        typer.echo(f"replay: {again}")
+        typer.echo(shell.plain(f"replay: {again}"))
 
 
 def _show_accepted(found: Verdict | Replayed | tuple[FamilyError, ...]) -> None:
@@ -141,12 +176,13 @@ def _show_accepted(found: Verdict | Replayed | tuple[FamilyError, ...]) -> None:
     families = found if isinstance(found, tuple) else found.families
     for family in families:
         typer.echo(
-            f"  {family.family:14} rms {family.error_rms:.2e} (stock {family.stock_rms:.2e}, limit {family.limit_rms:.2e})"
+            f"  {shell.plain(family.family):14} "
+            f"rms {family.error_rms:.2e} (stock {family.stock_rms:.2e}, limit {family.limit_rms:.2e})"
             f"  largest {family.error_max:.2e} (stock {family.stock_max:.2e}, limit {family.limit_max:.2e})"
         )
     checks = {} if isinstance(found, tuple) else found.checks
     for name, text in checks.items():
-        typer.echo(f"  {name}: {text}")
+        typer.echo(shell.plain(f"  {name}: {text}"))
     if isinstance(found, Verdict):
         for timing in found.timings:
             typer.echo(

@@ -6,10 +6,16 @@ import signal
 import sys
 from typing import Annotated
 
-import typer
-
 from torch_autokern import __version__
-from torch_autokern.cli import cache, demo, doctor, explain, judge, pack, record, shell, stats, verify, warm
+
+try:
+    import typer
+
+    from torch_autokern.cli import cache, demo, doctor, explain, judge, pack, record, shell, stats, verify, warm
+except (ImportError, OSError, RuntimeError) as error:  # a broken install: one line that says which part, and no traceback
+    from torch_autokern.stock_only import INSTALL_COMMAND
+
+    sys.exit(f"autokern: {' '.join(str(error).split())}; every call is stock; install it again: {INSTALL_COMMAND}")
 
 app = typer.Typer(
     name="autokern",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 
 from torch_autokern.cli import shell
@@ -19,6 +20,7 @@ from torch_autokern.store.workload import Workload, load_workload
 CONTEXT = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 _EXAMPLE = "autokern record -o workload.json -- python script.py"
 _FLAGS_WITH_VALUE = ("-X", "-W")
+_SHOWN_GROUPS = 10
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,19 @@ class PythonProgram:
     kind: Literal["script", "module", "code"]
     target: str
     args: tuple[str, ...]
+
+
+class RecordedGroup(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Keys alike but for one length, `lengths`; `call` is the most expensive of them. `share` is of the recorded time;
+    `candidates` is what warming all its keys would build and judge at most, 0 where no template answers (then warming it wins
+    nothing unless somebody brings a kernel)."""
+
+    call: str
+    keys: int
+    lengths: tuple[int, ...]
+    calls: int
+    share: float
+    candidates: int
 
 
 def record(
@@ -120,13 +135,33 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
             continue
 
 
+def grouped(workload: Workload) -> list[RecordedGroup]:
+    """The workload's keys in groups, by falling time, with what warming each would cost on this machine."""
+    from torch_autokern.report.explanation import summarise_key
+    from torch_autokern.report.grouping import group_keys
+    from torch_autokern.runtime.target import local_target
+    from torch_autokern.search.templates import propose
+
+    rows = []
+    for group in group_keys(workload):
+        leading = group.entries[0].key
+        target = local_target(leading.device_type)
+        candidates = sum(len(propose(entry.key, target)) for entry in group.entries)
+        share = sum(workload.share(entry) for entry in group.entries)
+        rows.append(RecordedGroup(summarise_key(leading), len(group.entries), group.lengths, group.calls, share, candidates))
+    return rows
+
+
 def _summary(workload: Workload, path: Path, code: int) -> dict[str, object]:
+    groups = grouped(workload)
     return {
         "workload": str(path),
         "exit_code": code,
         "keys": len(workload.entries),
         "calls": sum(entry.calls for entry in workload.entries),
         "share": sum(workload.share(entry) for entry in workload.entries),
+        "candidates": sum(group.candidates for group in groups),
+        "groups": groups,
     }
 
 
@@ -137,7 +172,24 @@ def _say_summary(workload: Workload, path: Path) -> None:
         f"autokern: {len(workload.entries)} keys, {calls} calls, {share:.0%} of {workload.wall_time_us / 1e6:.1f} s, "
         f"written to {path}"
     )
-    if workload.entries:
-        shell.say(f"autokern: next: autokern warm {path}")
-    else:
+    if not workload.entries:
         shell.say("autokern: no op that kernels can serve was called; docs/why-is-nothing-replaced.md lists what is ours")
+        return
+    groups = grouped(workload)
+    for group in groups[:_SHOWN_GROUPS]:
+        shell.say(f"autokern: {group.share:6.1%}  {_in_words(group)}")
+    if len(groups) > _SHOWN_GROUPS:
+        shell.say(f"autokern: and {len(groups) - _SHOWN_GROUPS} more groups (--json lists all)")
+    total = sum(group.candidates for group in groups)
+    shell.say(
+        f"autokern: warming it all builds and judges up to {total} candidates; --budget MINUTES takes the costliest first"
+    )
+    shell.say(f"autokern: next: autokern warm {path}")
+
+
+def _in_words(group: RecordedGroup) -> str:
+    from torch_autokern.report.grouping import shown_lengths
+
+    alike = f", {group.keys} keys alike but for a length of {shown_lengths(group.lengths)}" if group.keys > 1 else ""
+    cost = f"up to {group.candidates} candidates" if group.candidates else "no template answers"
+    return f"{group.call}{alike}: {group.calls} calls, {cost}"

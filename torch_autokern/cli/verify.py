@@ -56,7 +56,7 @@ def verify(
 
 def bench(
     record: Annotated[str, typer.Argument(help="Record id, or its first digits.")],
-    against: Annotated[str, typer.Option(help="The baseline: stock, compile or max-autotune.")] = "stock",
+    against: Annotated[str, typer.Option(help="Baselines, with commas between them: stock, compile, max-autotune.")] = "stock",
     processes: Annotated[int, typer.Option(min=1, max=20, help="Repetitions; the interval is the union of theirs.")] = 3,
     allow_weak_box: _WeakBox = False,
     as_json: shell.AsJson = False,
@@ -70,19 +70,24 @@ def bench(
     from torch_autokern.judge.stored import bench_record, cannot_run_here
     from torch_autokern.runtime.target import here_for
 
-    if against not in _BASELINES:
-        raise InvalidInputError(f"--against {against!r} is unknown; use {', '.join(_BASELINES)}")
+    baselines = list(dict.fromkeys(against.split(",")))
+    strange = [name for name in baselines if name not in _BASELINES]
+    if strange:
+        raise InvalidInputError(f"--against {strange[0]!r} is unknown; use {', '.join(_BASELINES)}, or several, as in a,b")
     stored = _open().find(record)
     reason = cannot_run_here(stored.record, here_for(stored.record.target))
     if reason is not None:
         raise InvalidInputError(f"record {stored.record_id[:12]} cannot run here: {reason}")
-    result = bench_record(stored, against, processes=processes, allow_weak_box=allow_weak_box)  # type: ignore[arg-type]
-    if isinstance(result, Refusal):
-        typer.echo(f"refused: {result.reason.value}\n{shell.plain(result.message)}")
-        raise typer.Exit(EXIT_BROKEN)
-    if result.timing is None:
-        raise InvalidInputError(f"could not be timed: {result.disturbed}")
-    _show_benchmark(stored, result, as_json)
+    found: list[Benchmark] = []
+    for baseline in baselines:
+        result = bench_record(stored, baseline, processes=processes, allow_weak_box=allow_weak_box)  # type: ignore[arg-type]
+        if isinstance(result, Refusal):
+            typer.echo(f"refused: {result.reason.value}\n{shell.plain(result.message)}")
+            raise typer.Exit(EXIT_BROKEN)
+        if result.timing is None:
+            raise InvalidInputError(f"could not be timed against {baseline}: {result.disturbed}")
+        found.append(result)
+    _show_benchmarks(stored, found, as_json)
 
 
 def _open() -> KernelStore:
@@ -101,24 +106,27 @@ def _show(stored: StoredRecord, result: Verification) -> None:
     )
 
 
-def _show_benchmark(stored: StoredRecord, result: Benchmark, as_json: bool) -> None:
+def _show_benchmarks(stored: StoredRecord, found: list[Benchmark], as_json: bool) -> None:
     from torch_autokern.runtime.target import here_for, stock_build
     from torch_autokern.search.outcome import describe_key
     from torch_autokern.store.store import utc_now
 
-    timing, record = result.timing, stored.record
-    assert timing is not None
+    record = stored.record
     here = here_for(record.target)
+    timings = [(result.baseline, result.timing) for result in found if result.timing is not None]
     if as_json:
         document = {
-            "record_id": stored.record_id, "against": result.baseline, "timing": msgspec.to_builtins(timing),
+            "record_id": stored.record_id,
+            "baselines": [{"against": name, "timing": msgspec.to_builtins(timing)} for name, timing in timings],
             "target": msgspec.to_builtins(here), "torch": stock_build(), "when": utc_now(),
         }  # fmt: skip
         shell.print_json(document)
         return
     typer.echo(f"{stored.record_id[:12]}  {shell.plain(describe_key(record.key))}")
-    typer.echo(f"{here.name} {here.arch}, {here.threads} threads, torch {stock_build()}, {timing.pages} pages, {utc_now()}")
-    typer.echo(
-        f"{result.baseline} {timing.stock_us:.1f} us, kernel {timing.candidate_us:.1f} us: {timing.ratio:.2f}x "
-        f"({timing.ratio_low:.2f} to {timing.ratio_high:.2f}, {timing.blocks} blocks in {timing.processes} repetitions)"
-    )
+    typer.echo(f"{here.name} {here.arch}, {here.threads} threads, torch {stock_build()}, {utc_now()}")
+    for name, timing in timings:
+        typer.echo(
+            f"{name} {timing.stock_us:.1f} us, kernel {timing.candidate_us:.1f} us: {timing.ratio:.2f}x "
+            f"({timing.ratio_low:.2f} to {timing.ratio_high:.2f}, {timing.blocks} blocks in {timing.processes} repetitions, "
+            f"{timing.pages} pages)"
+        )

@@ -69,6 +69,8 @@ class Evidence:
             self._outputs.setdefault((family, index), _Output(output.elements)).add(output, report.seed)
         for name, tallies in report.probes.items():
             for index, tally in enumerate(tallies):
+                if report.outputs[index] is None:
+                    continue
                 self._probes.setdefault(name, {}).setdefault((family, index), []).append(tally)
         return None
 
@@ -153,11 +155,10 @@ class Evidence:
         )
         if output.place is not None:
             text += f" Worst at {output.place.index}: got {output.place.got}, expected {output.place.expected}."
-        return f"{text} {_ADVICE.get(family, '')}".rstrip()
+        return f"{text} {_advice(self.task, family)}".rstrip()
 
 
 _ADVICE = {
-    Family.LARGE_OFFSET: "Subtract the mean (or another member of the row) before squaring: E[x^2] - mean^2 cancels here.",
     Family.CANCELLATION: "Sums cancel here: accumulate in float32 or wider, in more than one partial sum.",
     Family.WIDE_COLUMNS: "Columns differ by powers of two here: splits into half precision lose the small ones.",
     Family.CONSTANT: "Constant rows: the mean must be as good as the input's last place.",
@@ -165,6 +166,22 @@ _ADVICE = {
     Family.SPIKES: "Mostly zeros, with spikes at the first and last positions: is a tail dropped?",
     Family.DENORMAL: "Denormal inputs: absolute errors below the smallest normal number are free.",
 }
+
+
+_OFFSET_ADVICE = {
+    "native_layer_norm": "Subtract the mean (or another member of the row) before squaring: E[x^2] - mean^2 cancels here.",
+    "_softmax": "Rows have a large mean here: subtract the row's maximum before the exponential, in float32 or wider.",
+    "_log_softmax": "Rows have a large mean here: subtract the row's maximum before the exponential, and the sum's logarithm "
+    "from that difference, not from the input.",
+}
+
+
+def _advice(task: Task, family: Family) -> str:
+    """What usually breaks a family, in words for its author; a large mean breaks each op in another way."""
+    if family is not Family.LARGE_OFFSET:
+        return _ADVICE.get(family, "")
+    other = "Terms have a large mean here: accumulate in float32 or wider, in more than one partial sum."
+    return _OFFSET_ADVICE.get(task.spec.name, other)
 
 
 def _unmeasured(family: Family, seed: int, index: int, output: OutputReport) -> Refusal | None:

@@ -11,7 +11,7 @@ from torch_autokern.judge.device import draw, generator_on
 from torch_autokern.judge.families import FILL, Draw, Family, fill_parameter
 from torch_autokern.judge.memory import INPUT_GUARD, Placement, Region, allocate, same_bits
 from torch_autokern.judge.remembered import fingerprints
-from torch_autokern.ops import SPECS
+from torch_autokern.judge.saved import SAVED, fill_saved
 from torch_autokern.ops.spec import OpSpec
 from torch_autokern.store.key import KernelKey, TensorKey
 
@@ -73,13 +73,13 @@ def make_inputs(
     """Draw one trial, on the generator's device.
 
     The result has the key's strides, alignment (no better in about half of the draws) and dtypes, with NaN in every gap and
-    guard zone. Parameters are random; tensors that stock derives from others (a softmax's output in its backward, mean and
-    rstd) are derived by stock.
+    guard zone. Parameters are random; what a forward saves for its backward (a softmax's output, mean and rstd) is real
+    (`saved.py`).
     """
     inputs = empty_inputs(key, placement, generator)
     shared_seed = draw(0, 2**62, generator)
     for index, region in enumerate(inputs.regions):
-        if region is None or index in _derived(spec):
+        if region is None or index in SAVED.get(spec.name, ()):
             continue
         target = _writable(region.tensor)
         direct = target.dtype == torch.float32 and target.is_contiguous()
@@ -90,7 +90,7 @@ def make_inputs(
             _fill(spec, key, family, index, work, generator, shared_seed)
         if not direct:
             target.copy_(work)
-    _derive(spec, key, inputs)
+    fill_saved(spec, key, family, inputs.tensors, generator)
     return inputs
 
 
@@ -124,29 +124,6 @@ def _fill(
         product=spec.uses_matmul_precision,
     )
     FILL[family](parameters)
-
-
-def _derived(spec: OpSpec) -> tuple[int, ...]:
-    return {"_softmax_backward_data": (1,), "_log_softmax_backward_data": (1,), "native_layer_norm_backward": (2, 3)}.get(
-        spec.name, ()
-    )
-
-
-def _derive(spec: OpSpec, key: KernelKey, inputs: InputSet) -> None:
-    """Overwrite derived tensors with what stock's forward would have saved."""
-    tensors = inputs.tensors
-    if spec.name in ("_softmax_backward_data", "_log_softmax_backward_data"):
-        grad, output = tensors
-        assert grad is not None and output is not None
-        forward = torch.softmax if spec.name == "_softmax_backward_data" else torch.log_softmax
-        _writable(output).copy_(forward(torch.nan_to_num(grad.roll(1, 0)), int(key.scalars["dim"])))  # type: ignore[arg-type]
-    elif spec.name == "native_layer_norm_backward":
-        shape = key.scalars["normalized_shape"]
-        _, mean, rstd = SPECS["native_layer_norm"].stock((tensors[1], None, None), {"normalized_shape": shape, "eps": 1e-5})
-        for index, value in ((2, mean), (3, rstd)):
-            saved = tensors[index]
-            assert saved is not None
-            _writable(saved).copy_(value)
 
 
 def _writable(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,7 @@ from torch_autokern.judge.inputs import InputSet, empty_inputs, layout_bytes, ma
 from torch_autokern.judge.outcome import Reason, Refusal, RefusedError
 from torch_autokern.judge.remembered import Remembered
 from torch_autokern.judge.served import ServedKernel
+from torch_autokern.judge.stock_code import StockCode
 from torch_autokern.judge.verify import CandidateCode, Notify, call_limit_s
 from torch_autokern.judge.workspaces import LoadedCandidate
 
@@ -102,7 +103,10 @@ def stock_side(task: Task) -> Side:
 
 
 def candidate_side(task: Task, code: CandidateCode) -> Side:
-    """The loaded candidate. On a GPU the op itself, served by the router: a binding's microseconds would count there."""
+    """The loaded candidate. On a GPU the op itself, served by the router: a binding's microseconds would count there. Stock in
+    a candidate's place is timed exactly as stock is."""
+    if isinstance(code, StockCode):
+        return Side("candidate", stock_side(task).prepare)
     if task.key.device_type == "cuda" and isinstance(code, LoadedCandidate):
         return Side("candidate", stock_side(task).prepare, ServedKernel(task, code.kernel).scope)
 

@@ -20,6 +20,7 @@ class Reason(str, Enum):
     BAD_PLAN = "bad_plan"
     STATIC_RULE = "static_rule"
     BOX_REFUSED = "box_refused"
+    NO_DEVICE = "no_device"
     UNSUPPORTED_KEY = "unsupported_key"
     CRASHED = "crashed"
     HUNG = "hung"

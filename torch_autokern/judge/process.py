@@ -34,7 +34,7 @@ _START_LIMIT_S = 120.0
 _CANARY_LIMIT_S = 1.0
 _CANARY_PAUSE_S = 3.0
 _END_LIMIT_S = 60.0  # a driver takes a while to end a process whose kernel hangs
-_SILENCE_LIMIT_S = 300.0  # no phase may ask for more
+_SILENCE_LIMIT_S = 900.0  # no phase may ask for more
 _BOOT = "import sys; sys.path[:] = sys.argv[5:]; from torch_autokern.judge.runner import main; sys.exit(main(sys.argv[1:5]))"
 # glibc hands blocks above these sizes back to the system: raised, output pages stay resident on both sides.
 _RESIDENT = {
@@ -121,13 +121,16 @@ class RunnerProcess:
         """
         self.phase = "loading"
         self.go_on = True
+        allowed = _SILENCE_LIMIT_S
         try:
-            protocol.send(self._jobs, job)
-            protocol.write_frame(self._jobs, binary)
+            protocol.send(self._jobs, job, time.monotonic() + allowed)
+            protocol.write_frame(self._jobs, binary, time.monotonic() + allowed)
         except BrokenPipeError:
             yield self._ended()
             return
-        allowed = _SILENCE_LIMIT_S
+        except TimeoutError:
+            yield self._hung(allowed)
+            return
         while True:
             try:
                 message = protocol.receive(self._messages, time.monotonic() + allowed)
@@ -240,12 +243,17 @@ def start_runner(
 
 @contextmanager
 def fresh_runners(
-    device_type: DeviceType = "cpu", count: int = 1, *, resident: bool = True, allow_weak_box: bool = False
+    device_type: DeviceType = "cpu",
+    count: int = 1,
+    *,
+    resident: bool = True,
+    allow_weak_box: bool = False,
+    together: bool = True,
 ) -> Iterator[Iterator[RunnerProcess | Refusal]]:
     """`count` fresh processes, one after the other, each gone before the next does anything.
 
-    On a GPU all of them start together, and wait: importing torch and starting CUDA take seconds each, and nothing may start
-    while another one times.
+    All of them start `together`, and wait: importing torch takes seconds, starting CUDA more, and nothing may start while
+    another one times. Otherwise each starts when the one before is gone, for what the first one nearly always decides.
     """
 
     def start() -> RunnerProcess | Refusal:
@@ -256,7 +264,7 @@ def fresh_runners(
             with nullcontext() if isinstance(runner, Refusal) else runner:
                 yield runner
 
-    if device_type == "cpu" or count == 1:
+    if count == 1 or not together:
         with closing(one_by_one(start() for _ in range(count))) as runners:
             yield runners
         return

@@ -8,6 +8,7 @@ eleven more families are of no use for a kernel that failed the first.
 from __future__ import annotations
 
 import os
+import select
 import selectors
 import struct
 import time
@@ -37,10 +38,11 @@ class Trial(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One candidate on one key. `state_seed`: also check repeats, thread counts, callers, streams; None skips them.
-    Of large results some rows are compared with the truth; in the trial with number 0 all of them, unless `sampled`."""
+    Of large results some rows are compared with the truth; in the trial with number 0 all of them, unless `sampled`.
+    Without a `plan` stock itself is the candidate."""
 
     identity: str
-    plan: LaunchPlan
+    plan: LaunchPlan | None
     key: KernelKey
     threads: int
     accuracy: Accuracy
@@ -104,20 +106,27 @@ def family_and_seed(phase: str) -> tuple[str, int | None]:
     return name.removeprefix("family "), int(seed)
 
 
-def write_frame(descriptor: int, body: bytes) -> None:
-    """Send one frame.
+def write_frame(descriptor: int, body: bytes, deadline: float | None = None) -> None:
+    """Send one frame. With a `deadline` (`time.monotonic()`) no more is written at once than a pipe surely takes: a process
+    that was stopped reads nothing, and a larger write would wait for it for ever.
 
     Raises:
         BrokenPipeError: the other side is gone.
+        TimeoutError: `deadline` passed.
     """
     view = memoryview(_LENGTH.pack(len(body)) + body)
-    while view:
-        view = view[os.write(descriptor, view) :]
+    with selectors.DefaultSelector() as selector:
+        selector.register(descriptor, selectors.EVENT_WRITE)
+        while view:
+            if deadline is not None and not selector.select(max(0.0, deadline - time.monotonic())):
+                raise TimeoutError
+            # A pipe that is writable takes PIPE_BUF bytes without waiting.
+            view = view[os.write(descriptor, view if deadline is None else view[: select.PIPE_BUF]) :]
 
 
-def send(descriptor: int, message: Message | Job | Answer) -> None:
-    """Send one message."""
-    write_frame(descriptor, msgspec.json.encode(message))
+def send(descriptor: int, message: Message | Job | Answer, deadline: float | None = None) -> None:
+    """Send one message; `deadline` as in `write_frame`."""
+    write_frame(descriptor, msgspec.json.encode(message), deadline)
 
 
 def receive_job(descriptor: int) -> tuple[Job, bytes] | None:

@@ -87,6 +87,18 @@ class Permutable:
     outputs: tuple[Axes | None, ...]
 
 
+def summed_rows(spec: OpSpec, key: KernelKey) -> Permutable | None:
+    """Where the index of rows lives that a backward sums over for the gradients of its parameters; None for other ops."""
+    first = key.tensors[0]
+    if spec.name != "native_layer_norm_backward" or first is None:
+        return None
+    axes = tuple(dim for dim in range(len(first.sizes)) if dim not in spec.reduced_dims(key))
+    length = 1
+    for axis in axes:
+        length *= first.sizes[axis]
+    return Permutable(length, (axes,) * 4 + (None, None), (axes, None, None)) if axes else None
+
+
 def permutable(spec: OpSpec, key: KernelKey) -> Permutable:
     """Where the reduced index of a key lives."""
     if spec.uses_matmul_precision:
@@ -139,8 +151,15 @@ class Permutation:
 
 def permuted_stock(spec: OpSpec, key: KernelKey, tensors: Tensors, order: Permutation) -> tuple[torch.Tensor | None, ...]:
     """Stock's results on permuted inputs, put back into the original order."""
-    where = permutable(spec, key)
-    moved = tuple(order.apply(t, axes) for t, axes in zip(tensors, where.inputs, strict=True))
-    results = spec.stock(moved, key.scalars)
-    back = order.inverse()
-    return tuple(back.apply(t, axes) for t, axes in zip(results, where.outputs, strict=True))
+    steps = [(permutable(spec, key), order)]
+    rows = summed_rows(spec, key)
+    if rows is not None:
+        steps.append((rows, Permutation(order.order.new_tensor(range(rows.length)).roll(int(order.order[0]) + 1), 1)))
+    moved: tuple[torch.Tensor | None, ...] = tuple(tensors)
+    for where, by in steps:
+        moved = tuple(by.apply(t, axes) for t, axes in zip(moved, where.inputs, strict=True))
+    results: tuple[torch.Tensor | None, ...] = spec.stock(moved, key.scalars)
+    for where, by in steps:
+        back = by.inverse()
+        results = tuple(back.apply(t, axes) for t, axes in zip(results, where.outputs, strict=True))
+    return results

@@ -24,6 +24,7 @@ from torch_autokern.judge.memory import Placement
 from torch_autokern.judge.outcome import Reason, Refusal, RefusedError
 from torch_autokern.judge.properties import PropertyChecks
 from torch_autokern.judge.state import StateChecks
+from torch_autokern.judge.stock_code import StockCode
 from torch_autokern.judge.verify import CandidateCode, FamilyReport, check_family
 from torch_autokern.judge.workspaces import load_candidate
 from torch_autokern.ops import SPECS
@@ -109,6 +110,8 @@ def serve(job: protocol.Job, binary: bytes, jobs: int, answers: int, cache_size:
 
 
 def _load(job: protocol.Job, binary: bytes) -> CandidateCode:
+    if job.plan is None:
+        return StockCode(Task(SPECS[job.key.op], job.key, job.accuracy))
     try:
         return load_candidate(binary, job.identity, job.plan, job.key)
     except PlanError as error:

@@ -38,6 +38,9 @@ def speed_of(report: TimingReport) -> Speed | Refusal:
             "something ran that one of them did not see, or the host was stopped; try again on a quiet machine."
         )
         return Refusal(Reason.TIMING_UNSTABLE, message)
+    jumped = clock_jumped(report)
+    if jumped is not None:
+        return jumped
     quiet = quiet_blocks(report.stock_us, report.candidate_us)
     if quiet is None:
         low, high = min(report.stock_us, default=0.0), max(report.stock_us, default=0.0)
@@ -50,6 +53,14 @@ def speed_of(report: TimingReport) -> Speed | Refusal:
     return Speed(
         statistics.median(stock), statistics.median(candidate), ratio_interval(stock, candidate), len(stock) // 2, report
     )
+
+
+def clock_jumped(report: TimingReport) -> Refusal | None:
+    """Times that no clock gives: a bracket that took nothing or less, or a side with more samples than the other."""
+    samples = (*report.stock_us, *report.candidate_us)
+    if len(report.stock_us) == len(report.candidate_us) and all(0 < sample < math.inf for sample in samples):
+        return None
+    return Refusal(Reason.TIMING_UNSTABLE, "a timed call took no time or less: the clock jumped. Try again.")
 
 
 def noisy_speed(report: TimingReport) -> Speed:

@@ -21,7 +21,7 @@ from torch_autokern.judge.memory import POISONS
 from torch_autokern.judge.outcome import Reason
 from torch_autokern.judge.remembered import Remembered, Results
 from torch_autokern.judge.streams import StreamChecks
-from torch_autokern.judge.verify import OUR_OWN_WORK_S, CandidateCode, Notify, PoisonedRuns, call_limit_s
+from torch_autokern.judge.verify import CandidateCode, Notify, PoisonedRuns, call_limit_s, own_work_s
 
 _LARGE_BYTES = 64 << 20
 
@@ -193,7 +193,7 @@ class StateChecks:
         self._notify(f"{phase}, seed {self._seed}", calls * call_limit_s(self._task))
 
     def _own_work(self) -> None:
-        self._notify("reference", OUR_OWN_WORK_S)
+        self._notify("reference", own_work_s(self._task))
 
 
 def check_layout(task: Task, results: Results, inputs: InputSet, runner: PoisonedRuns) -> None:

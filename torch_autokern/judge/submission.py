@@ -9,15 +9,14 @@ from typing import Any
 import msgspec
 import torch
 
-from torch_autokern.build.candidate import Candidate
+from torch_autokern.build.candidate import Candidate, Language
 from torch_autokern.errors import InvalidInputError, PlanError
 from torch_autokern.ops import SPECS
 from torch_autokern.ops.spec import DTYPE_CODES, OpSpec, itemsize
 from torch_autokern.runtime.plan import MAX_PLAN_BYTES, CpuStep, LaunchPlan, decode_plan
-from torch_autokern.store.key import KernelKey, Scalar, TensorKey
+from torch_autokern.store.key import DeviceType, KernelKey, Scalar, TensorKey
 
-SOURCE = "kernel.cpp"
-RESERVED = {"kernel.cu": "CUDA", "kernel.py": "Triton"}
+SOURCES: dict[str, Language] = {"kernel.cpp": "cpp", "kernel.cu": "cuda", "kernel.py": "triton"}
 PLAN, KEY, IDEA = "plan.json", "key.json", "idea.txt"
 _MAX_SOURCE_BYTES = 1 << 20
 _MAX_KEY_BYTES = 1 << 16
@@ -54,19 +53,22 @@ def read_submission(folder: Path, op: str | None = None, key_file: Path | None =
         InvalidInputError: a file is missing, too large or not what it should be; the message names it.
     """
     if not folder.is_dir():
-        raise InvalidInputError(f"{folder} is no folder; expected one with {SOURCE} and {PLAN}")
-    for name, language in RESERVED.items():
-        if (folder / name).exists():
-            raise InvalidInputError(f"{folder / name}: {language} candidates cannot be judged yet; only {SOURCE} is")
-    source = _read(folder / SOURCE, _MAX_SOURCE_BYTES)
-    plan = _plan(folder / PLAN)
+        raise InvalidInputError(f"{folder} is no folder; expected one with a kernel and {PLAN}")
+    there = [name for name in SOURCES if (folder / name).exists()]
+    if len(there) != 1:
+        seen = f"{folder} has {' and '.join(there)}" if there else f"{folder / 'kernel.cpp'} is missing"
+        raise InvalidInputError(f"{seen}; a candidate is one of {', '.join(SOURCES)}")
+    language = SOURCES[there[0]]
+    device_type: DeviceType = "cpu" if language == "cpp" else "cuda"
+    source = _read(folder / there[0], _MAX_SOURCE_BYTES)
+    plan = _plan(folder / PLAN, there[0], device_type)
     idea = _read(folder / IDEA, _MAX_KEY_BYTES).strip() if (folder / IDEA).exists() else ""
-    key = read_key(key_file or folder / KEY, op)
-    return Submission(Candidate("cpp", source, plan, idea, "judge"), key)
+    key = read_key(key_file or folder / KEY, op, device_type)
+    return Submission(Candidate(language, source, plan, idea, "judge"), key)
 
 
-def read_key(path: Path, op: str | None = None) -> KernelKey:
-    """A key from a file: whole, as records hold it, or short (`KeyWords`).
+def read_key(path: Path, op: str | None = None, device_type: DeviceType = "cpu") -> KernelKey:
+    """A key of a type of device from a file: whole, as records hold it, or short (`KeyWords`).
 
     Raises:
         InvalidInputError: no such file, not a key, an unknown op, or arguments that the op refuses.
@@ -86,14 +88,20 @@ def read_key(path: Path, op: str | None = None) -> KernelKey:
     if name not in SPECS:
         raise InvalidInputError(f"{path}: op {name!r} is unknown; known: {', '.join(SPECS)}")
     try:
-        return whole_key(SPECS[name], words)
+        return whole_key(SPECS[name], words, device_type)
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError, OverflowError, InvalidInputError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise InvalidInputError(f"{path}: {name} does not take these arguments: {first}") from error
 
 
-def whole_key(spec: OpSpec, words: KernelKey | KeyWords) -> KernelKey:
-    """The key of a person's words, results as stock gives them: of zeros, or where they are large, of tensors without data."""
+def whole_key(spec: OpSpec, words: KernelKey | KeyWords, device_type: DeviceType = "cpu") -> KernelKey:
+    """The key of a person's words, results as stock gives them: of zeros, or where they are large, of tensors without data.
+
+    Raises:
+        InvalidInputError: another number of tensors than the op has, another device, or other results than stock's.
+    """
+    if isinstance(words, KernelKey) and words.device_type != device_type:
+        raise InvalidInputError(f"the key is one of device {words.device_type}, the kernel runs on {device_type}")
     wanted = sum("tensor" in arg.kind for arg in spec.args)
     if len(words.tensors) != wanted:
         raise InvalidInputError(f"{len(words.tensors)} tensors are given, expected {wanted}")
@@ -102,6 +110,7 @@ def whole_key(spec: OpSpec, words: KernelKey | KeyWords) -> KernelKey:
     tensors = [None if t is None else _tensor(t, device) for t in words.tensors]
     scalars = {name: tuple(v) if isinstance(v, list) else v for name, v in words.scalars.items()}
     made = spec.key(tensors, scalars, flush_denormal=getattr(words, "flush_denormal", False))
+    made = made if device_type == "cpu" else _on_gpu(made)
     if isinstance(words, KeyWords):
         return made
     shown = [None if t is None else (t.dtype, t.sizes) for t in words.outputs]
@@ -109,6 +118,20 @@ def whole_key(spec: OpSpec, words: KernelKey | KeyWords) -> KernelKey:
     if shown != stock:
         raise InvalidInputError(f"outputs are {shown}, stock returns {stock}")
     return words
+
+
+def _on_gpu(made: KernelKey) -> KernelKey:
+    """A CPU call's key as the same call has it on a GPU, which need not be here: its allocator aligns, and LayerNorm returns
+    mean and rstd in the dtype that it accumulates in."""
+
+    def aligned(layout: TensorKey | None, dtype: str = "") -> TensorKey | None:
+        return None if layout is None else msgspec.structs.replace(layout, alignment_bytes=16, dtype=dtype or layout.dtype)
+
+    statistics = "float32" if made.op == "native_layer_norm" else ""
+    outputs = tuple(aligned(layout, statistics if index else "") for index, layout in enumerate(made.outputs))
+    return msgspec.structs.replace(
+        made, device_type="cuda", tensors=tuple(aligned(t) for t in made.tensors), outputs=outputs, matmul_precision="ieee"
+    )
 
 
 def _tensor(layout: TensorKey | TensorWords, device: str) -> torch.Tensor:
@@ -124,13 +147,14 @@ def _tensor(layout: TensorKey | TensorWords, device: str) -> torch.Tensor:
     return torch.empty_strided(layout.sizes, layout.strides, dtype=dtype, device=device)
 
 
-def _plan(path: Path) -> LaunchPlan:
+def _plan(path: Path, source: str, device_type: DeviceType) -> LaunchPlan:
     try:
         plan = decode_plan(_read(path, MAX_PLAN_BYTES).encode())
     except PlanError as error:
         raise InvalidInputError(f"{path}: {error}") from error
-    if not all(isinstance(step, CpuStep) for step in plan.steps):
-        raise InvalidInputError(f"{path}: the plan has GPU steps, and {SOURCE} runs on a CPU")
+    if isinstance(plan.steps[0], CpuStep) != (device_type == "cpu"):  # a plan never mixes them
+        seen, wanted = ("GPU", "CPU") if device_type == "cpu" else ("CPU", "GPU")
+        raise InvalidInputError(f"{path}: the plan has {seen} steps, and {source} runs on a {wanted}")
     return plan
 
 

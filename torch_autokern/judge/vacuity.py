@@ -21,31 +21,33 @@ _KEPT_BITS = {torch.float32: ~0x1FFF, torch.bfloat16: ~0x7, torch.float16: ~0x7}
 
 
 def probes(task: Task, tensors: Tensors, stock: Tensors) -> dict[str, Results]:
-    """Results of every probe that applies: first output replaced by nonsense, the others as stock gave them; and each further
-    output as zeros. A probe that happens to equal stock bit by bit (a transposed read of a single column) does not apply."""
-    first = stock[0]
+    """Results of every probe that applies: one output replaced by nonsense, the others as stock gave them; and each further
+    output as zeros. Of the outputs that a backward's mask leaves, the first is the one. A probe that happens to equal stock bit
+    by bit (a transposed read of a single column) does not apply."""
+    place = next(index for index, output in enumerate(stock) if output is not None)
+    first = stock[place]
     assert first is not None
     made: dict[str, torch.Tensor | None] = {
         "zeros": torch.zeros_like(first),
         "constant": torch.full_like(first, float(torch.nan_to_num(first.double(), 0.0, 0.0, 0.0).mean())),
     }
     for name, probe in _PROBES.items():
-        result = probe(task, tensors, first)
+        result = probe(task, tensors, first, place)
         if result is not None and not same_bits(result.contiguous(), first.contiguous()):
             made[name] = result
-    found: dict[str, Results] = {name: (value, *stock[1:]) for name, value in made.items()}
-    for index, other in enumerate(stock[1:], start=1):
-        if other is not None:
+    found: dict[str, Results] = {name: (*stock[:place], value, *stock[place + 1 :]) for name, value in made.items()}
+    for index, other in enumerate(stock):
+        if other is not None and index > place:
             found[f"zeros in output {index}"] = (*stock[:index], torch.zeros_like(other), *stock[index + 1 :])
     return found
 
 
-def _copy_of_input(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Tensor | None:
+def _copy_of_input(task: Task, tensors: Tensors, first: torch.Tensor, place: int) -> torch.Tensor | None:
     same = [t for t in tensors if t is not None and t.shape == first.shape]
     return same[0].to(first.dtype) if same else None
 
 
-def _fixed_statistics(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Tensor | None:
+def _fixed_statistics(task: Task, tensors: Tensors, first: torch.Tensor, place: int) -> torch.Tensor | None:
     x = tensors[0]
     assert x is not None
     count = permutable(task.spec, task.key).length
@@ -56,10 +58,12 @@ def _fixed_statistics(task: Task, tensors: Tensors, first: torch.Tensor) -> torc
         return (x.double() - torch.tensor(expected_sum).log()).to(first.dtype)
     if task.spec.name == "native_layer_norm":
         return _affine(x.double(), tensors[1], tensors[2]).to(first.dtype)
+    if task.spec.name in ("_softmax_backward_data", "native_layer_norm_backward") and place == 0:
+        return (x.double() * _direct(task, tensors)).to(first.dtype)  # sums taken for what they are on average
     return None
 
 
-def _dropped_tail(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Tensor | None:
+def _dropped_tail(task: Task, tensors: Tensors, first: torch.Tensor, place: int) -> torch.Tensor | None:
     """The last 16 elements (or one, of short rows) of the reduced dimension take no part in the reduction."""
     where = permutable(task.spec, task.key)
     kept = where.length - (16 if where.length >= 64 else 1)
@@ -67,7 +71,9 @@ def _dropped_tail(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Te
         return None
     if task.spec.uses_matmul_precision:
         parts = [t if t is None or a is None else t.narrow(a[0], 0, kept) for t, a in zip(tensors, where.inputs, strict=True)]
-        return task.spec.stock(parts, task.key.scalars)[0]
+        return task.spec.stock(parts, task.key.scalars)[place]
+    if task.spec.name.endswith(("backward", "backward_data")):
+        return _dropped_from_backward(task, tensors, first, kept, place)
     x = tensors[0]
     assert x is not None
     axes = task.spec.reduced_dims(task.key)
@@ -84,10 +90,37 @@ def _dropped_tail(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Te
     return None
 
 
-def _lower_precision(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Tensor | None:
+def _direct(task: Task, tensors: Tensors) -> torch.Tensor | float:
+    """What a backward's gradient is multiplied with, sums apart."""
+    if task.spec.name != "native_layer_norm_backward":
+        return 1.0 if tensors[1] is None or task.spec.name == "_log_softmax_backward_data" else tensors[1].double()
+    rstd, weight = tensors[3], tensors[4]
+    assert rstd is not None
+    return rstd.double() if weight is None else rstd.double() * weight.double()
+
+
+def _dropped_from_backward(task: Task, tensors: Tensors, first: torch.Tensor, kept: int, place: int) -> torch.Tensor | None:
+    """Gradients from `kept` on take no part in the sums of their row; in sums over rows the last row takes none."""
+    gradient = tensors[0]
+    assert gradient is not None
+    axes = task.spec.reduced_dims(task.key)
+    if place > 0:
+        outer = [dim for dim in range(gradient.dim()) if dim not in axes and gradient.shape[dim] > 1]
+        if not outer:
+            return None
+        seen = gradient.clone()
+        seen.select(outer[0], gradient.shape[outer[0]] - 1).zero_()
+        return task.spec.stock((seen, *tensors[1:]), task.key.scalars)[place]
+    tail = torch.arange(permutable(task.spec, task.key).length, device=gradient.device) >= kept
+    seen = gradient.masked_fill(tail.reshape([size if dim in axes else 1 for dim, size in enumerate(gradient.shape)]), 0.0)
+    sums = task.spec.reference((seen, *tensors[1:]), task.key.scalars)[0]
+    return (sums + (gradient.double() - seen.double()) * _direct(task, tensors)).to(first.dtype)
+
+
+def _lower_precision(task: Task, tensors: Tensors, first: torch.Tensor, place: int) -> torch.Tensor | None:
     """Operands cut to the next lower precision: tf32's 10 mantissa bits for float32, three bits fewer below."""
     cut = [t if t is None or i in task.spec.parameters else _cut(t) for i, t in enumerate(tensors)]
-    return task.spec.stock(cut, task.key.scalars)[0]
+    return task.spec.stock(cut, task.key.scalars)[place]
 
 
 def _cut(tensor: torch.Tensor) -> torch.Tensor:
@@ -96,20 +129,20 @@ def _cut(tensor: torch.Tensor) -> torch.Tensor:
     return kept
 
 
-def _previous_output(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Tensor | None:
+def _previous_output(task: Task, tensors: Tensors, first: torch.Tensor, place: int) -> torch.Tensor | None:
     """What a call on other inputs returned: the first data tensor negated (all of them would leave a product as it is)."""
     data = next(i for i, t in enumerate(tensors) if t is not None and i not in task.spec.parameters)
     other = [t.neg() if i == data and t is not None else t for i, t in enumerate(tensors)]
-    return task.spec.stock(other, task.key.scalars)[0]
+    return task.spec.stock(other, task.key.scalars)[place]
 
 
-def _transposed_read(task: Task, tensors: Tensors, first: torch.Tensor) -> torch.Tensor | None:
+def _transposed_read(task: Task, tensors: Tensors, first: torch.Tensor, place: int) -> torch.Tensor | None:
     def turned(tensor: torch.Tensor) -> torch.Tensor:
         rows, columns = tensor.shape[-2:]
         return tensor.reshape(*tensor.shape[:-2], columns, rows).transpose(-1, -2).contiguous()
 
     read = [t if t is None or i in task.spec.parameters or t.dim() < 2 else turned(t) for i, t in enumerate(tensors)]
-    return task.spec.stock(read, task.key.scalars)[0]
+    return task.spec.stock(read, task.key.scalars)[place]
 
 
 def _affine(normalised: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> torch.Tensor:
@@ -117,7 +150,7 @@ def _affine(normalised: torch.Tensor, weight: torch.Tensor | None, bias: torch.T
     return scaled if bias is None else scaled + bias.double()
 
 
-_PROBES: dict[str, Callable[[Task, Tensors, torch.Tensor], torch.Tensor | None]] = {
+_PROBES: dict[str, Callable[[Task, Tensors, torch.Tensor, int], torch.Tensor | None]] = {
     "copy of the input": _copy_of_input,
     "fixed statistics": _fixed_statistics,
     "dropped tail": _dropped_tail,

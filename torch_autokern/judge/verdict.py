@@ -12,10 +12,13 @@ import time
 from collections.abc import Sequence
 from typing import Literal
 
+import msgspec
+
 from torch_autokern.build.candidate import Artifact
 from torch_autokern.judge.accuracy import ENVELOPE_ELEMENTS, PERMUTATIONS, SAMPLE_ELEMENTS, Task
+from torch_autokern.judge.ceilings import least_copy_us
 from torch_autokern.judge.clock import Figure
-from torch_autokern.judge.collect import collect, draw_trials, make_job, new_seed
+from torch_autokern.judge.collect import binary_of, collect, draw_trials, make_job, new_seed
 from torch_autokern.judge.evidence import Evidence
 from torch_autokern.judge.families import SCREEN_FAMILIES, Family
 from torch_autokern.judge.inputs import check_supported, families_for, layout_bytes
@@ -32,6 +35,7 @@ from torch_autokern.judge.process import RunnerProcess, fresh_runners, start_run
 from torch_autokern.judge.sanitizers import sanitized
 from torch_autokern.judge.speed import (
     Speed,
+    clock_jumped,
     noisy_speed,
     slower_when_cold,
     slower_when_replayed,
@@ -147,7 +151,10 @@ def screen(
     if broken is not None or timed is None:
         return broken or Refusal(Reason.TIMING_UNSTABLE, "no times came back")
     seconds = time.perf_counter() - started
-    quiet = speed_of(timed)
+    jumped = clock_jumped(timed)
+    if jumped is not None:
+        return jumped
+    quiet = speed_of(_floored(timed, task, target))
     speed = quiet if isinstance(quiet, Speed) else noisy_speed(timed)  # a screen only ranks
     if isinstance(quiet, Speed) and (refusal := too_fast(quiet)) is not None:
         return refusal
@@ -229,6 +236,33 @@ def judge(
     return _verdict(task, evidence, {**checks, **_passed(task, evidence, speeds["eager"])}, timings)
 
 
+def judge_times(
+    artifact: Artifact | None, key: KernelKey, target: Target, *, allow_weak_box: bool = False
+) -> tuple[Timing, ...] | Refusal:
+    """The timing part of `judge` alone, by its rules and in as many processes; stock against itself where there is no artifact.
+
+    Raises:
+        JudgeError: the judge itself failed (not the candidate's fault).
+    """
+    task = Task(SPECS[key.op], key, Accuracy())
+    unsupported = check_supported(key)
+    if unsupported is not None:
+        return Refusal(Reason.UNSUPPORTED_KEY, unsupported)
+    speeds: dict[Figure, list[Speed]] = {figure: [] for figure in _FIGURES[key.device_type]}
+    together = artifact is not None
+    with fresh_runners(key.device_type, PROCESSES, allow_weak_box=allow_weak_box, together=together) as runners:
+        for runner in runners:
+            job = make_job(artifact, task, target, (), _requests(key))
+            found = collect(runner, job, binary_of(artifact), Evidence(task))
+            if isinstance(found, Refusal):
+                return found
+            assert isinstance(runner, RunnerProcess)  # a refused one ends in `collect`
+            refusal = _add_speeds(runner, artifact, task, target, found.timings, {}, speeds)
+            if refusal is not None:
+                return refusal
+    return tuple(_timings(key.device_type, speeds))
+
+
 def _timings(device_type: DeviceType, speeds: dict[Figure, list[Speed]]) -> list[Timing]:
     pages: Literal["resident", "device"] = "resident" if device_type == "cpu" else "device"
     found = [timing(speeds["eager"], pages)]
@@ -242,7 +276,7 @@ def _one_process(
 ) -> Refusal | None:  # fmt: skip
     """One fresh process of a verdict: adds to `evidence`, `checks` and `speeds`, or says why it ends here."""
     trials = draw_trials(families_for(task.spec, task.key))
-    requests = tuple(_request(figure, seconds) for figure, seconds in _FIGURES[task.key.device_type].items())
+    requests = _requests(task.key)
     evidence.state_seeds.append(new_seed())
     job = make_job(artifact, task, target, trials, requests, state_seed=evidence.state_seeds[-1], probes=number == 0,
                    sampled=number > 0)  # fmt: skip
@@ -258,7 +292,19 @@ def _one_process(
         return vacuous
     checks.update(found.checks)
     evidence.timing_seeds.append(requests[0].seed)
-    for figure, report in found.timings.items():
+    return _add_speeds(runner, artifact, task, target, found.timings, checks, speeds)
+
+
+def _requests(key: KernelKey) -> tuple[TimingRequest, ...]:
+    return tuple(_request(figure, seconds) for figure, seconds in _FIGURES[key.device_type].items())
+
+
+def _add_speeds(
+    runner: RunnerProcess, artifact: Artifact | None, task: Task, target: Target, reports: dict[Figure, TimingReport],
+    checks: dict[str, str], speeds: dict[Figure, list[Speed]],
+) -> Refusal | None:  # fmt: skip
+    """What one process's times say: adds to `speeds`, or says why the candidate is not accepted."""
+    for figure, report in reports.items():
         if report.skipped:
             checks[f"timing, {figure}"] = f"not run: {report.skipped}"
             continue
@@ -293,18 +339,26 @@ def _request(figure: Figure, budget_s: float) -> TimingRequest:
     return TimingRequest(new_seed(), budget_s=budget_s, min_blocks=10, max_blocks=300, figure=figure)
 
 
-def _timed(runner: RunnerProcess, artifact: Artifact, task: Task, target: Target, report: TimingReport) -> Speed | Refusal:
+def _timed(
+    runner: RunnerProcess, artifact: Artifact | None, task: Task, target: Target, report: TimingReport
+) -> Speed | Refusal:
     """What `report` says; timed again in the same process, up to twice, while the machine is noisy."""
-    speed = speed_of(report)
+    speed = speed_of(_floored(report, task, target))
     for _ in range(_TIMING_RETRIES):
         if isinstance(speed, Speed):
             break
         request = _request(report.figure, 2 * _BUDGET_S)
-        found = collect(runner, make_job(artifact, task, target, (), (request,)), artifact.binary, Evidence(task))
+        found = collect(runner, make_job(artifact, task, target, (), (request,)), binary_of(artifact), Evidence(task))
         if isinstance(found, Refusal):
             return found
-        speed = speed_of(found.timings[report.figure])
+        speed = speed_of(_floored(found.timings[report.figure], task, target))
     return speed
+
+
+def _floored(report: TimingReport, task: Task, target: Target) -> TimingReport:
+    """The report with the least copying time that this device ever showed: what keeps a busy machine from refusing."""
+    size = task.spec.bytes_moved(task.key) // 2
+    return msgspec.structs.replace(report, copy_us=least_copy_us(target, size, report.copy_us))
 
 
 def _fresh(artifact: Artifact, task: Task, target: Target, allow_weak_box: bool) -> Timing | Refusal | None:

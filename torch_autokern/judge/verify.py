@@ -40,7 +40,7 @@ from torch_autokern.runtime.plan import Workspace
 
 Tensors = Sequence[torch.Tensor | None]
 Notify = Callable[[str, float], None]
-OUR_OWN_WORK_S = 120.0
+_OWN_WORK = (120.0, 4e6)
 _SMALL_ELEMENTS = 1 << 20
 _SLOWEST = {"cpu": (50e6, 1e8), "cuda": (1e9, 1e10)}  # bytes and FLOPs a second below which a call counts as hung
 
@@ -74,6 +74,13 @@ def call_limit_s(task: Task) -> float:
     return 5.0 + task.spec.bytes_moved(task.key) / bytes_a_second + task.spec.flops(task.key) / flops_a_second
 
 
+def own_work_s(task: Task) -> float:
+    """How long the judge's own work between two calls may take: 120 s, and 4 MB/s. Gigabytes are compared with a truth in
+    float64 then; a limit that does not grow with them calls an honest kernel hung on a busy machine."""
+    seconds, bytes_a_second = _OWN_WORK
+    return seconds + task.spec.bytes_moved(task.key) / bytes_a_second
+
+
 def check_family(
     task: Task, code: CandidateCode, family: Family, seed: int, placement: Placement, notify: Notify, *,
     with_probes: bool = False, sampled: bool = False,
@@ -102,7 +109,7 @@ def _check_family(
     # the third call: where results differ, they are three beside stock's.
     results = runner.twice(inputs, moved, placement)
     first = results[0]
-    notify("reference", OUR_OWN_WORK_S)
+    notify("reference", own_work_s(task))
     with _threads(threads):
         stock = task.spec.stock(inputs.tensors, task.key.scalars)
     seen = moved.fingerprints() if task.key.device_type == "cuda" else None
@@ -112,7 +119,7 @@ def _check_family(
     if seen is not None and moved.fingerprints() != seen:
         raise runner.refused(Reason.WROTE_INPUT, "an input, or the memory around it, was changed by a later call.")
     del moved
-    notify("reference", OUR_OWN_WORK_S)
+    notify("reference", own_work_s(task))
     third_differs = not same_results(third, first)
     results += [third] if third_differs else []
     del third
@@ -236,7 +243,7 @@ class PoisonedRuns:
         if after != self._float_state:
             message = "rounding or denormals of the calling thread were changed, and with them what the caller computes next."
             raise self.refused(Reason.CHANGED_THREAD, message)
-        self._notify("checking memory", OUR_OWN_WORK_S)
+        self._notify("checking memory", own_work_s(self._task))
         for workspace, region in zip(self._code.workspaces, regions[count:], strict=True):
             if region is not None and not region.guards_intact():
                 raise self.refused(Reason.WROTE_OUTSIDE, f"memory next to workspace {workspace.name!r} was written.")

@@ -6,46 +6,78 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import torch
 
 from torch_autokern.store.key import DeviceType, KernelKey, Scalar, TensorKey
 
 EPS = 1e-5  # nn.LayerNorm's default
-_ATEN = {"softmax": "_softmax", "log_softmax": "_log_softmax", "layer_norm": "native_layer_norm"}
+_ATEN = {
+    "softmax": "_softmax", "log_softmax": "_log_softmax", "layer_norm": "native_layer_norm",
+    "softmax_backward": "_softmax_backward_data", "log_softmax_backward": "_log_softmax_backward_data",
+    "layer_norm_backward": "native_layer_norm_backward",
+}  # fmt: skip
+
+
+CaseOp = Literal[
+    "softmax", "log_softmax", "layer_norm", "softmax_backward", "log_softmax_backward", "layer_norm_backward", "mm", "bmm",
+    "addmm",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Case:
     """One op on one dense shape. `dim` is the reduced dimension; for LayerNorm the first of the normalised ones, counted from
-    the end (-3: the last three). A product's sizes are (M, K, N). `source` says where the shape comes from."""
+    the end (-3: the last three). A product's sizes are (M, K, N), of "bmm" (B, M, K, N); "addmm" is nn.Linear's call: a bias of
+    N, and weights whose rows are B's columns. `source` says where the shape comes from, `parameter_dtype` is that of
+    LayerNorm's weight and bias where it is another one (float32 beside 16-bit inputs)."""
 
-    op: Literal["softmax", "log_softmax", "layer_norm", "mm"]
+    op: CaseOp
     sizes: tuple[int, ...]
     dim: int = -1
     dtype: str = "float32"
     source: str = ""
+    parameter_dtype: str = ""
 
     def key(self, device_type: DeviceType = "cpu") -> KernelKey:
-        """The key of the call: contiguous tensors as their allocator aligns them, an affine LayerNorm, inference (no `out`)."""
+        """The key of the call: contiguous tensors as their allocator aligns them, an affine LayerNorm, no `out`; a backward
+        with all gradients."""
 
         def dense(sizes: tuple[int, ...], dtype: str = self.dtype) -> TensorKey:
             return _dense(dtype, sizes, device_type)
 
         mkldnn = torch._C._get_mkldnn_enabled()
-        if self.op == "mm":
-            m, k, n = self.sizes
-            return KernelKey("mm", device_type, (dense((m, k)), dense((k, n))), {}, (dense((m, n)),), mkldnn=mkldnn)
-        x = dense(self.sizes)
-        if self.op != "layer_norm":
-            scalars: dict[str, Scalar] = {"dim": self.dim % len(self.sizes), "half_to_float": False}
-            return KernelKey(_ATEN[self.op], device_type, (x,), scalars, (x,), mkldnn=mkldnn)
+        if self.op in ("mm", "bmm", "addmm"):
+            return self._product(device_type, mkldnn)
+        op, x = _ATEN[self.op], dense(self.sizes)
+        if "softmax" in self.op:
+            scalars: dict[str, Scalar] = {"dim": self.dim % len(self.sizes)}
+            if self.op.endswith("backward"):
+                return KernelKey(op, device_type, (x, x), {**scalars, "input_dtype": self.dtype}, (x,), mkldnn=mkldnn)
+            return KernelKey(op, device_type, (x,), {**scalars, "half_to_float": False}, (x,), mkldnn=mkldnn)
         shape = self.sizes[self.dim :]
-        parameter = dense(shape)
-        # mean and rstd keep the normalised dimensions with size 1; a GPU's are in the dtype that it accumulates in.
-        statistic = dense(self.sizes[: self.dim] + (1,) * len(shape), "float32" if device_type == "cuda" else self.dtype)
-        scalars = {"normalized_shape": shape, "eps": EPS}
-        outputs = (x, statistic, statistic)
-        return KernelKey(_ATEN[self.op], device_type, (x, parameter, parameter), scalars, outputs, mkldnn=mkldnn)
+        parameter = dense(shape, self.parameter_dtype or self.dtype)
+        # mean and rstd keep the normalised dimensions with size 1; a GPU's are in the dtype that it accumulates in, a CPU's in
+        # that of the parameters.
+        accumulated = "float32" if device_type == "cuda" else parameter.dtype
+        statistic = dense(self.sizes[: self.dim] + (1,) * len(shape), accumulated)
+        if self.op == "layer_norm":
+            scalars = {"normalized_shape": shape, "eps": EPS}
+            outputs = (x, statistic, statistic)
+            return KernelKey(op, device_type, (x, parameter, parameter), scalars, outputs, mkldnn=mkldnn)
+        tensors = (x, x, statistic, statistic, parameter, parameter)
+        scalars = {"normalized_shape": shape, "output_mask": (1, 1, 1)}
+        return KernelKey(op, device_type, tensors, scalars, (x, parameter, parameter), mkldnn=mkldnn)
+
+    def _product(self, device_type: DeviceType, mkldnn: bool) -> KernelKey:
+        *front, m, k, n = self.sizes
+        left, right, result = (_dense(self.dtype, (*front, *sizes), device_type) for sizes in ((m, k), (k, n), (m, n)))
+        if self.op != "addmm":
+            return KernelKey(self.op, device_type, (left, right), {}, (result,), mkldnn=mkldnn)
+        weight = msgspec.structs.replace(right, strides=(1, k))
+        bias = _dense(self.dtype, (n,), device_type)
+        scalars: dict[str, Scalar] = {"beta": 1.0, "alpha": 1.0}
+        return KernelKey("addmm", device_type, (bias, left, weight), scalars, (result,), mkldnn=mkldnn)
 
 
 # The published LayerNorm shape, the attention softmax of MiniLM-L6, and softmax over a dimension that is not the last.
@@ -69,13 +101,17 @@ def case_name(key: KernelKey) -> str:
     present = [tensor for tensor in key.tensors if tensor is not None]
     first = present[0]
     dtype = "" if first.dtype == "float32" else f" {first.dtype}"
-    if key.op in ("_softmax", "_log_softmax"):
+    if "softmax" in key.op:
         dim = "" if key.scalars["dim"] == len(first.sizes) - 1 else f" dim {key.scalars['dim']}"
-        return f"{key.op[1:]} {first.sizes}{dim}{dtype}"
-    if key.op == "native_layer_norm":
+        return f"{key.op[1:].removesuffix('_data').replace('_backward', ' backward')} {first.sizes}{dim}{dtype}"
+    if key.op.startswith("native_layer_norm"):
         shape = key.scalars["normalized_shape"]
         over = f" over {len(shape)} dims" if isinstance(shape, tuple) and len(shape) > 1 else ""
-        return f"LayerNorm {first.sizes}{over}{dtype}"
+        mixed = (
+            f" with {present[-1].dtype} parameters" if present[-1].dtype != first.dtype and present[-1].sizes == shape else ""
+        )
+        backward = " backward" if key.op.endswith("backward") else ""
+        return f"LayerNorm{backward} {first.sizes}{over}{dtype}{mixed}"
     if key.op in ("mm", "bmm", "addmm", "baddbmm"):
         return f"{key.op} {present[-2].sizes} x {present[-1].sizes}{dtype}"
     return f"{key.op} {first.sizes}{dtype}"

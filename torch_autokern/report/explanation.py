@@ -10,6 +10,8 @@ import msgspec
 import torch
 
 from torch_autokern.ops import SPECS
+from torch_autokern.report.cures import cheapest_cure
+from torch_autokern.report.hidden import Event, HiddenWork, hidden_work, place_of
 from torch_autokern.runtime.extension import extension_state
 from torch_autokern.runtime.session import Session, pool_limit_bytes, session
 from torch_autokern.runtime.table import (
@@ -28,21 +30,6 @@ from torch_autokern.store.workload import Workload, WorkloadEntry
 
 MAX_REFUSALS = 5
 MAX_UNTOUCHED = 20
-
-# Ops that hide work which people expect us to serve, and what to do about it.
-_NOT_OURS = {
-    "aten::_scaled_dot_product_flash_attention_for_cpu": "attention fused by PyTorch (sdpa); its softmax and products are not"
-    " separate calls",
-    "aten::_scaled_dot_product_flash_attention": "attention fused by PyTorch (sdpa)",
-    "aten::_scaled_dot_product_efficient_attention": "attention fused by PyTorch (sdpa)",
-    "aten::_scaled_dot_product_cudnn_attention": "attention fused by PyTorch (sdpa)",
-    "aten::_transformer_encoder_layer_fwd": "the TransformerEncoder fast path is one op",
-    "aten::_native_multi_head_attention": "the MultiheadAttention fast path is one op",
-    "aten::_addmm_activation": "matmul fused with its activation by the TransformerEncoder fast path",
-    "aten::mkldnn_convolution": "convolution is not an op of ours",
-    "aten::mv": "matrix-vector products are not an op of ours",
-    "mkldnn::_linear_pointwise": "a frozen linear, fused by Inductor",
-}
 
 
 class Refusal(msgspec.Struct, frozen=True):
@@ -67,6 +54,19 @@ class KeyExplanation(msgspec.Struct, frozen=True):
     refusals: tuple[Refusal, ...]
 
 
+class FamilyExplanation(msgspec.Struct, frozen=True):
+    """One op family: calls served and missed with their shares of the time; `why` and `cure` are those of its most expensive
+    missed key ("" when none was missed)."""
+
+    op: str
+    served: int
+    missed: int
+    served_share: float
+    missed_share: float
+    why: str
+    cure: str
+
+
 class UntouchedOp(msgspec.Struct, frozen=True):
     """An op that ran and is not ours, with its own time (children excluded) and its share of the whole."""
 
@@ -78,12 +78,29 @@ class UntouchedOp(msgspec.Struct, frozen=True):
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """One call of a model or function, taken apart. Shares are of `wall_time_us`."""
+    """One call of a model or function, taken apart. Shares are of `wall_time_us`. `families` sums up `keys`; `hidden` is work
+    of our op families that never reached us; `untouched` are the most expensive ops that are not ours."""
 
     wall_time_us: float
+    families: tuple[FamilyExplanation, ...]
     keys: tuple[KeyExplanation, ...]
+    hidden: tuple[HiddenWork, ...]
     untouched: tuple[UntouchedOp, ...]
     notes: tuple[str, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.wall_time_us / 1e3:.3g} ms"]
+        for row in self.families:
+            lines.append(
+                f"{row.op}: {row.served} calls served ({row.served_share:.1%}), {row.missed} missed ({row.missed_share:.1%})"
+            )
+            if row.missed:
+                lines += [f"    missed: {row.why}", f"    cheapest cure: {row.cure}"]
+        for place in self.hidden:
+            lines.append(f"{', '.join(place.families)}, never reached us: {place.why} ({place.calls} calls, {place.share:.1%})")
+            lines.append(f"    cheapest cure: {place.cure}")
+        others = sum(op.share for op in self.untouched if not place_of(op.op))
+        return "\n".join([*lines, f"other ops: {others:.1%}", *(f"note: {note}" for note in self.notes)])
 
 
 def summarise_key(key: KernelKey) -> str:
@@ -171,9 +188,34 @@ def explain_call(
     keys = []
     for entry in workload.entries:
         regime: Regime = "compiled" if entry.out_calls == entry.calls else "eager"
-        best, refusals = explain_key(entry.key, current, policy=accuracy or "stock", regime=regime, records=records)
-        keys.append(_key_row(entry, wall, best, _ratio(best, regime), refusals, current))
-    return Explanation(wall, tuple(keys), _untouched(events, wall), _notes(target, accuracy is not None, current))
+        policy = accuracy or "stock"
+        best, refusals = explain_key(entry.key, current, policy=policy, regime=regime, records=records)
+        cure = "" if best else cheapest_cure(entry.key, current, records, policy=policy, regime=regime)
+        keys.append(_key_row(entry, wall, best, _ratio(best, regime), refusals, current, cure))
+    families = _families([entry.key.op for entry in workload.entries], keys)
+    notes = _notes(target, accuracy is not None, current)
+    return Explanation(wall, families, tuple(keys), hidden_work(events, wall), _untouched(events, wall), notes)
+
+
+def _families(ops: Sequence[str], keys: Sequence[KeyExplanation]) -> tuple[FamilyExplanation, ...]:
+    """A row an op family, by falling share; `ops` are the families of `keys`."""
+    rows = []
+    for op in dict.fromkeys(ops):
+        mine = [key for name, key in zip(ops, keys, strict=True) if name == op]
+        served, missed = ([key for key in mine if bool(key.record_id) is wanted] for wanted in (True, False))
+        worst = max(missed, key=lambda key: key.time_us, default=None)
+        rows.append(
+            FamilyExplanation(
+                op,
+                sum(key.calls for key in served),
+                sum(key.calls for key in missed),
+                sum(key.share for key in served),
+                sum(key.share for key in missed),
+                worst.reason if worst else "",
+                worst.cure if worst else "",
+            )
+        )
+    return tuple(sorted(rows, key=lambda row: -(row.served_share + row.missed_share)))
 
 
 def _ratio(best: Servable | None, regime: Regime) -> float:
@@ -188,22 +230,22 @@ def _key_row(
     ratio: float,
     refusals: tuple[Refusal, ...],
     current: Session,
+    cure: str,
 ) -> KeyExplanation:
-    record_id, reason, cure = "", "", ""
+    record_id, reason = "", ""
     if best is not None:
         record_id = best.record_id
     else:
         reason = current.unavailable or (refusals[0].why if refusals else "no record of this op in the store")
-        cure = "autokern record -- python your_script.py, then autokern warm WORKLOAD"
     time_us = entry.stock_time_us
     call, shown = summarise_key(entry.key), refusals[:MAX_REFUSALS]
     return KeyExplanation(call, entry.calls, time_us, time_us / wall_us, record_id, ratio, reason, cure, shown)
 
 
-def _untouched(events: Sequence[tuple[str, int, float]], wall_us: float) -> tuple[UntouchedOp, ...]:
+def _untouched(events: Sequence[Event], wall_us: float) -> tuple[UntouchedOp, ...]:
     ours = {f"aten::{name}" for name in SPECS}
     rows = [
-        UntouchedOp(name, count, time, time / wall_us, _NOT_OURS.get(name, "not an op of ours"))
+        UntouchedOp(name, count, time, time / wall_us, place_of(name) or "not an op of ours")
         for name, count, time in events
         if name not in ours and time > 0
     ]

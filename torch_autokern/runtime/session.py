@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from torch_autokern import config
-from torch_autokern.errors import AutokernError, PlanError
+from torch_autokern.errors import AutokernError, InvalidInputError, PlanError
 from torch_autokern.ops import SPECS
 from torch_autokern.ops.spec import op_index
 from torch_autokern.runtime.extension import extension_state
@@ -159,7 +159,12 @@ class Session:
     def _fill(self) -> None:
         native = extension_state().module
         if native is not None and not config.disabled() and not self._filled:
-            native.pool_set_limit(pool_limit_bytes())
+            try:
+                native.pool_set_limit(pool_limit_bytes())
+            except InvalidInputError as error:
+                # A word in a shell must not stop a program that runs in stock as well. `autokern doctor` has a failing line.
+                _LOG.warning("the pool is off: %s", error)
+                native.pool_set_limit(0)
             self.refresh()
 
     def _watch(self) -> None:

@@ -17,10 +17,12 @@ _CHUNK_BYTES = 8 << 20
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 _CLOSE_ON_EXEC = getattr(os, "O_CLOEXEC", 0)
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+_FOLDER = getattr(os, "O_DIRECTORY", 0)
 _BINARY = getattr(os, "O_BINARY", 0)
 _HAS_OWNERS = hasattr(os, "geteuid")
 _NO_HARD_LINKS = {errno.EPERM, errno.EACCES, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV, errno.EINVAL}
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
+_NOT_OURS_TO_OPEN = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP}
 _RETRY_BY_NAME = {errno.ESTALE, errno.EBUSY, errno.ENOENT}
 
 
@@ -62,7 +64,7 @@ def publish_file(path: Path, data: bytes, root: Path, *, replace: bool = False) 
     A folder that is wiped meanwhile is made again once.
 
     Raises:
-        OSError: nothing was published.
+        OSError: nothing was published, or it may not last.
     """
     try:
         made_visible = _publish_once(path, data, root, replace)
@@ -82,7 +84,7 @@ def make_folders(root: Path, folder: Path) -> None:
         return
     if folder != root:
         make_folders(root, folder.parent)
-    elif not folder.parent.is_dir():
+    elif folder.parent != folder and not folder.parent.is_dir():  # a failing disk may deny even "/"
         make_folders(folder.parent, folder.parent)
     try:
         os.mkdir(folder, 0o700)
@@ -99,21 +101,25 @@ def make_folders(root: Path, folder: Path) -> None:
 def sync_folders(root: Path, folder: Path) -> None:
     """Make the names in `folder` and in every level up to `root`'s parent durable.
 
-    All levels, because another process may have made a folder and died before it synced the level above. A file system
-    that cannot sync a folder, or refuses to, costs durability across a power cut and nothing else, so errors are not raised.
+    All levels, because another process may have made a folder and died before it synced the level above. A file system that
+    cannot sync a folder, a level that may not be opened and one that is gone cost durability across a power cut and nothing
+    else, so they are not raised. An error of the disk is: who gets no error may tell others that the file will last.
+
+    Raises:
+        OSError: the names are there, and may not be after a power cut.
     """
     if not _HAS_OWNERS:
         return
     levels = [folder, *folder.parents]
     for level in levels[: levels.index(root) + 2]:
         try:
-            descriptor = os.open(level, os.O_RDONLY | _CLOSE_ON_EXEC)
-        except OSError:
+            descriptor = os.open(level, os.O_RDONLY | _CLOSE_ON_EXEC | _FOLDER)
+        except OSError as error:
+            if error.errno not in _NOT_OURS_TO_OPEN:
+                raise
             continue
         try:
-            os.fsync(descriptor)
-        except OSError:
-            continue
+            _sync_file(descriptor)
         finally:
             _close_quietly(descriptor)
 
@@ -148,9 +154,10 @@ def remove_file(path: Path) -> bool:
 
 
 def list_folder(folder: Path) -> list[str]:
-    """Names in a folder, sorted; empty where it is absent or unreadable."""
+    """Names in a folder, sorted; empty where it is absent, unreadable or a link: what lies behind a link is not the store's to
+    read, and least of all to clean."""
     try:
-        return sorted(os.listdir(folder))
+        return [] if os.path.islink(folder) else sorted(os.listdir(folder))
     except OSError:
         return []
 
@@ -177,7 +184,11 @@ def _read_once(path: Path, limit_bytes: int) -> FileBytes | Unread:
             return Unread("foreign", refusal)
         if facts.st_size > limit_bytes:
             return Unread("foreign", f"{facts.st_size} bytes, at most {limit_bytes} are allowed")
-        return FileBytes(_read_all(descriptor, limit_bytes), (facts.st_dev, facts.st_ino))
+        data = _read_all(descriptor, limit_bytes)
+        if len(data) != facts.st_size:
+            # A disk that stops short, or a writer at work: a miss, but no proof of damage, so the file stays where it is.
+            return Unread("unreadable", f"{len(data)} bytes came of {facts.st_size}")
+        return FileBytes(data, (facts.st_dev, facts.st_ino))
     finally:
         _close_quietly(descriptor)
 
@@ -224,15 +235,19 @@ def _write_durably(path: Path, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
             rest = rest[os.write(descriptor, rest[:_CHUNK_BYTES]) :]
-        try:
-            os.fsync(descriptor)
-        except OSError as error:
-            if error.errno not in _NO_SYNC:
-                raise
+        _sync_file(descriptor)
     except BaseException:
         _close_quietly(descriptor)
         raise
     os.close(descriptor)  # not quietly: network disks report a full quota here
+
+
+def _sync_file(descriptor: int) -> None:
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in _NO_SYNC:
+            raise
 
 
 def _name_without_replacing(temporary: Path, path: Path) -> bool:

@@ -126,7 +126,7 @@ def _explicit_folder(text: str) -> Path | None:
 def _user_cache_folder() -> Path | None:
     try:
         return Path(platformdirs.user_cache_dir("autokern", appauthor=False))
-    except (OSError, RuntimeError, KeyError):
+    except (OSError, RuntimeError, KeyError, ImportError):  # it imports what a system needs at the first call
         return None
 
 

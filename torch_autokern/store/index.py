@@ -77,10 +77,13 @@ class RecordIndex:
             if accepts is not None:
                 pair = (row[2], row[3])
                 if pair not in answers:
-                    answers[pair] = accepts(self._targets[row[2]], self._stock_builds[row[3]])
+                    is_known = row[2] < len(self._targets) and row[3] < len(self._stock_builds)
+                    answers[pair] = is_known and accepts(self._targets[row[2]], self._stock_builds[row[3]])
                 if not answers[pair]:
                     continue
-            yield self._decode(row)
+            decoded = self._decode(row)
+            if decoded is not None:
+                yield decoded
 
     def lookup(self, key_digest: str) -> tuple[IndexRow, ...]:
         """The rows of one key, in order of record id."""
@@ -88,14 +91,18 @@ class RecordIndex:
         bucket = int.from_bytes(digest[:4], "big") >> self._shift
         first, last = struct.unpack_from("<II", self._raw, self._starts + 4 * bucket)
         found = []
-        for number in range(first, last):
+        for number in range(first, min(last, self._count)):
             offset = self._rows + number * _ROW.size
             if self._raw[offset : offset + 32] == digest:
                 found.append(self._decode(_ROW.unpack_from(self._raw, offset)))
-        return tuple(found)
+        return tuple(row for row in found if row is not None)
 
-    def _decode(self, row: tuple[Any, ...]) -> IndexRow:
+    def _decode(self, row: tuple[Any, ...]) -> IndexRow | None:
+        """The row; None where it names what the file does not list: a faulty writer can seal that with a good checksum."""
         key, record, target, build, accuracy, determinism, *ratios = row
+        limits = (len(self._targets), len(self._stock_builds), len(_ACCURACIES), len(_DETERMINISMS))
+        if any(number >= limit for number, limit in zip((target, build, accuracy, determinism), limits, strict=True)):
+            return None
         return IndexRow(
             key_digest=key.hex(),
             record_id=record.hex(),

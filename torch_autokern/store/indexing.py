@@ -60,6 +60,17 @@ def announce(root: Path, key_digest: str, record_id: str) -> None:
     sync_folders(root, path.parent)
 
 
+def confirm(root: Path, key_digest: str, record_id: str) -> None:
+    """Tell readers again, now that the record is there, if the announcement was taken away meanwhile: a clock that jumped, or a
+    server's clock that is a day behind, makes it look like one of a publish that died.
+
+    Raises:
+        OSError: the announcement could not be written.
+    """
+    if not os.path.lexists(pending_folder(root) / pending_name(key_digest, record_id)):
+        announce(root, key_digest, record_id)  # where a merge has listed the record already, the next one takes this away
+
+
 def open_index(root: Path, *, writable: bool) -> FolderIndex:
     """The index of a folder with what is pending; derived from the records where it is missing or damaged."""
     pending = list_folder(pending_folder(root))  # before the lists: whoever merges writes its list first
@@ -102,7 +113,7 @@ def _read_lists(root: Path) -> tuple[list[Path], tuple[RecordIndex, ...]]:
         whole = tuple(index for index in listed if index is not None)
         if len(whole) == len(paths):
             return paths, whole
-        if all(index is not None or path.exists() for path, index in zip(paths, listed, strict=True)):
+        if all(index is not None or os.path.lexists(path) for path, index in zip(paths, listed, strict=True)):
             break  # damaged, not merged away by another process since the listing
     return paths, ()
 

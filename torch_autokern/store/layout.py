@@ -47,12 +47,13 @@ def index_folder(root: Path) -> Path:
 
 
 def index_files(root: Path) -> list[Path]:
-    """All list files, sorted; none where the folder is absent or unreadable."""
+    """All list files, sorted; none where the folder is absent, unreadable or a link."""
+    folder = index_folder(root)
     try:
-        names = sorted(os.listdir(index_folder(root)))
+        names = [] if os.path.islink(folder) else sorted(os.listdir(folder))
     except OSError:
         return []
-    return [index_folder(root) / name for name in names if _INDEX_FILE.fullmatch(name)]
+    return [folder / name for name in names if _INDEX_FILE.fullmatch(name)]
 
 
 def new_index_file(root: Path) -> Path:

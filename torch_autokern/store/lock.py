@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 _LOG = logging.getLogger("torch_autokern.store")
-_LOCK_ERRORS = (OSError, RuntimeError, NotImplementedError)  # filelock's Timeout is an OSError; RuntimeError: would deadlock
+# filelock's Timeout is an OSError; RuntimeError: would deadlock; ImportError: missing, or no descriptor left to import it with
+_LOCK_ERRORS = (OSError, RuntimeError, NotImplementedError, ImportError)
 
 
 @contextmanager
@@ -37,9 +38,9 @@ def work_lock(root: Path | None, name: str, timeout_s: float) -> Iterator[bool]:
 def _acquire(root: Path | None, name: str, timeout_s: float) -> FileLock | None:
     if root is None:
         return None
-    from filelock import FileLock  # a quarter of the package's import time, and serving takes no lock
-
     try:
+        from filelock import FileLock  # a quarter of the package's import time, and serving takes no lock
+
         make_folders(root, locks_folder(root))
         # A soft lock would outlive a killed holder, and every later process would wait for the whole timeout.
         lock = FileLock(lock_file(root, name), timeout=timeout_s, mode=0o600, fallback_to_soft=False)

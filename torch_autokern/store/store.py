@@ -19,7 +19,7 @@ from torch_autokern.store import notes as note_files
 from torch_autokern.store.files import publish_file, remove_file, set_aside
 from torch_autokern.store.folders import FolderChoice, choose_folder, folder_refusal
 from torch_autokern.store.index import Accepts, IndexRow, row_of
-from torch_autokern.store.indexing import FolderIndex, announce, open_index
+from torch_autokern.store.indexing import FolderIndex, announce, confirm, open_index
 from torch_autokern.store.layout import damaged_folder, note_file, record_file
 from torch_autokern.store.lock import work_lock
 from torch_autokern.store.notes import Approval, Note, Notes, Quarantine, Receipt, merge_notes
@@ -129,12 +129,13 @@ class KernelStore:
         path = record_file(root, digest, record_id)
         try:
             announce(root, digest, record_id)
-            if publish_file(path, raw, root):
-                return self._count_published(record_id)
-            if self._read(path, writable=True) is not None:
+            made_visible = publish_file(path, raw, root)
+            if not made_visible and self._read(path, writable=True) is not None:
                 return PublishOutcome("already_there", record_id)
-            if publish_file(path, raw, root):  # the damaged file in its place is set aside now
-                return self._count_published(record_id)
+            if made_visible or publish_file(path, raw, root):  # a damaged file in its place is set aside now
+                confirm(root, digest, record_id)
+                self.counters.published += 1
+                return PublishOutcome("published", record_id)
         except OSError as error:
             return self._keep_in_memory(stored, f"{root}: {error.strerror or error}")
         return self._keep_in_memory(stored, f"{path} is there and cannot be used; remove it")
@@ -289,10 +290,6 @@ class KernelStore:
             self.counters.refused += 1
             _LOG.info("not used %s: %s", path, outcome.reason)
         return None
-
-    def _count_published(self, record_id: str) -> PublishOutcome:
-        self.counters.published += 1
-        return PublishOutcome("published", record_id)
 
     def _keep_in_memory(self, stored: StoredRecord, reason: str) -> PublishOutcome:
         self._memory[(stored.record.key.digest, stored.record_id)] = stored

@@ -13,6 +13,7 @@ from torch_autokern.store.key import KernelKey
 from torch_autokern.store.layout import temporary_name
 
 SCHEMA = "autokern.workload/1"
+MAX_WORKLOAD_BYTES = 64 << 20
 
 
 class WorkloadEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,11 +66,14 @@ def load_workload(path: Path) -> Workload:
         InvalidInputError: missing, unreadable, not JSON, or of another schema.
     """
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            data = file.read(MAX_WORKLOAD_BYTES + 1)
     except OSError as error:
         raise InvalidInputError(
             f"cannot read workload {path}: {error.strerror}; record one with: autokern record -o {path} -- python script.py"
         ) from error
+    if len(data) > MAX_WORKLOAD_BYTES:
+        raise InvalidInputError(f"{path} is no workload: more than {MAX_WORKLOAD_BYTES} bytes; expected schema {SCHEMA}")
     try:
         workload = msgspec.json.decode(data, type=Workload)
     except (msgspec.DecodeError, RecursionError) as error:

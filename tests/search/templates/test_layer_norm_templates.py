@@ -29,21 +29,29 @@ GRID = [
     ((2, 5, 64, 64), 3, False, True, 0.0, "layer_norm_split", "three normalised dimensions, eps 0"),
 ]
 
+# ATen lets 16-bit inputs have parameters of their own dtype or of float32.
+MIXED = [
+    (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32),
+    (torch.float16, torch.float16), (torch.float16, torch.float32),
+]  # fmt: skip
+
 
 def make_key(
-    sizes: tuple[int, ...], dims: int, weight: bool, bias: bool, eps: float
-) -> tuple[KernelKey, list[torch.Tensor | None]]:
+    sizes: tuple[int, ...], dims: int, weight: bool, bias: bool, eps: float, dtype: torch.dtype = torch.float32,
+    parameter_dtype: torch.dtype | None = None,
+) -> tuple[KernelKey, list[torch.Tensor | None]]:  # fmt: skip
     generator = torch.Generator().manual_seed(3)
     shape = sizes[-dims:]
-    parameters = [torch.randn(shape, generator=generator) if there else None for there in (weight, bias)]
+    drawn = [torch.randn(shape, generator=generator).to(parameter_dtype or dtype) for _ in range(2)]
+    parameters = [t if there else None for t, there in zip(drawn, (weight, bias), strict=True)]
     scalars: Scalars = {"normalized_shape": shape, "eps": eps}
-    return SPECS["native_layer_norm"].key([torch.zeros(sizes), *parameters], scalars), parameters
+    return SPECS["native_layer_norm"].key([torch.zeros(sizes, dtype=dtype), *parameters], scalars), parameters
 
 
 def check(candidate: Candidate, key: KernelKey, parameters: list[torch.Tensor | None], target: Target | None = None) -> None:
     x_key = key.tensors[0]
     assert x_key is not None
-    for seed, (family, x) in enumerate(families(x_key.sizes, seed=5)):
+    for seed, (family, x) in enumerate(families(x_key.sizes, 5, getattr(torch, x_key.dtype))):
         tensors = [x, *parameters]
         results = run(candidate, key, tensors, whole, target)
         assert wrong(key, tensors, key.scalars, results) == [], f"{candidate.template} {candidate.parameters} on {family}"
@@ -60,6 +68,17 @@ def test_first_guess_is_right_on_every_family(
     candidates = [c for c in propose(key, local_target()) if c.template == template]
     assert candidates, f"{template} is silent: {reason}"
     check(candidates[0], key, parameters)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("dtype", "parameters"), MIXED, ids=str)
+def test_sixteen_bit_elements_give_mean_and_rstd_in_the_dtype_of_the_parameters(
+    dtype: torch.dtype, parameters: torch.dtype
+) -> None:
+    key, affine = make_key((5, 43), 1, True, True, 1e-5, dtype, parameters)
+    name = str(parameters).removeprefix("torch.")
+    assert [t.dtype for t in key.outputs if t is not None][1:] == [name, name]
+    check(propose(key, local_target())[0], key, affine)
 
 
 @pytest.mark.long
@@ -118,3 +137,29 @@ def test_lower_isa_levels_are_right_too() -> None:
     key, parameters = make_key((3, 1003), 1, True, True, 1e-5)
     for target in lower_targets():
         check(propose(key, target)[0], key, parameters, target)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
+def test_channels_that_are_not_neighbours_are_turned(dtype: torch.dtype, affine: bool) -> None:
+    # A convolution's output with its channels moved last, as in ConvNeXt, and flattened patches, as in ViT.
+    parameters = [torch.randn(38).to(dtype) if affine else None for _ in range(2)]
+    scalars: Scalars = {"normalized_shape": (38,), "eps": 1e-5}
+    for seed, (family, values) in enumerate(families((2, 38, 5, 7), 5, dtype)):
+        for x in (values.permute(0, 2, 3, 1), values.flatten(2).transpose(1, 2)):
+            tensors = [x, *parameters]
+            key = SPECS["native_layer_norm"].key(tensors, scalars)
+            candidate = propose(key, local_target())[0]
+            assert candidate.template == "layer_norm_turned"
+            results = run(candidate, key, tensors, random_cut(seed))
+            assert wrong(key, tensors, scalars, results) == [], family
+
+
+@pytest.mark.long
+def test_channels_last_images_are_rows_of_neighbours() -> None:
+    x = torch.randn(2, 38, 5, 7).to(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+    key = SPECS["native_layer_norm"].key([x, None, None], {"normalized_shape": (38,), "eps": 1e-5})
+    candidate = propose(key, local_target())[0]
+    assert candidate.template == "layer_norm_rows"
+    assert wrong(key, [x, None, None], key.scalars, run(candidate, key, [x, None, None])) == []

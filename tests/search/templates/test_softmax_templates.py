@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from template_driver import families, lower_targets, random_cut, run, same_bits, whole, wrong
@@ -36,9 +38,12 @@ LONG_GRID = [
 ]
 
 
-def check(candidate: Candidate, op: str, sizes: tuple[int, ...], dim: int, target: Target | None = None) -> None:
+def check(
+    candidate: Candidate, op: str, sizes: tuple[int, ...], dim: int, target: Target | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
     scalars: Scalars = {"dim": dim, "half_to_float": False}
-    for seed, (family, x) in enumerate(families(sizes, seed=len(sizes))):
+    for seed, (family, x) in enumerate(families(sizes, len(sizes), dtype)):
         key = SPECS[op].key([x], scalars)
         results = run(candidate, key, [x], whole, target)
         assert wrong(key, [x], scalars, results) == [], f"{candidate.template} {candidate.parameters} on {family}"
@@ -52,6 +57,26 @@ def test_first_guess_is_right_on_every_family(op: str, sizes: tuple[int, ...], d
     candidates = [c for c in propose(key, local_target()) if c.template == template]
     assert candidates, f"{template} is silent: {reason}"
     check(candidates[0], op, sizes, dim)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("sizes", "dim"), [((7, 38), 1), ((3, 300), 1), ((2, 67, 37), 1)], ids=["short", "long", "columns"])
+@pytest.mark.long
+def test_sixteen_bit_elements_are_rounded_once(dtype: torch.dtype, sizes: tuple[int, ...], dim: int) -> None:
+    op = "_softmax" if dtype == torch.bfloat16 else "_log_softmax"
+    key = SPECS[op].key([torch.zeros(sizes, dtype=dtype)], {"dim": dim, "half_to_float": False})
+    check(propose(key, local_target())[0], op, sizes, dim, dtype=dtype)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("sizes", "dim", "template", "reason"), GRID, ids=[g[3] for g in GRID])
+def test_the_first_sixteen_bit_candidate_of_every_shape_is_right(
+    sizes: tuple[int, ...], dim: int, template: str, reason: str
+) -> None:
+    key = SPECS["_softmax"].key([torch.zeros(sizes, dtype=torch.float16)], {"dim": dim, "half_to_float": False})
+    candidates = [c for c in propose(key, local_target()) if c.template == template]
+    assert candidates, reason
+    check(candidates[0], "_softmax", sizes, dim, dtype=torch.float16)
 
 
 @pytest.mark.long
@@ -100,3 +125,29 @@ def test_lower_isa_levels_are_right_too(op: str, sizes: tuple[int, ...], dim: in
     key = SPECS[op].key([torch.zeros(sizes)], {"dim": dim, "half_to_float": False})
     for target in lower_targets():
         check(propose(key, target)[0], op, sizes, dim, target)
+
+
+# (a view whose result is contiguous all the same, reduced dimension, where models have it)
+TURNED = [
+    (lambda x: x.reshape(3, 2, 20, 37).transpose(-1, -2), 3, "scores that were transposed: the input's neighbours are rows"),
+    (lambda x: x.reshape(3, 2, 20, 37).to(memory_format=torch.channels_last), 1, "channels last: only the input's are reduced"),
+    (lambda x: x.reshape(3, 37, 40).permute(1, 2, 0), 1, "neighbours on neither side"),
+]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("view", "dim", "reason"), TURNED, ids=[t[2] for t in TURNED])
+def test_an_input_in_another_order_than_its_result_is_turned(
+    view: Callable[[torch.Tensor], torch.Tensor], dim: int, reason: str, dtype: torch.dtype
+) -> None:
+    for op in ("_softmax", "_log_softmax"):
+        for seed, (family, values) in enumerate(families((3 * 2 * 20 * 37,), 5, dtype)):
+            x = view(values)
+            scalars: Scalars = {"dim": dim, "half_to_float": False}
+            key = SPECS[op].key([x], scalars)
+            candidate = propose(key, local_target())[0]
+            assert candidate.template == "softmax_turned"
+            results = run(candidate, key, [x], random_cut(seed))
+            assert wrong(key, [x], scalars, results) == [], family
+            assert same_bits(results, run(candidate, key, [x], whole)), family

@@ -24,6 +24,20 @@ def norm_key(x: torch.Tensor, dims: int = 1, weight: torch.Tensor | None = None)
     return SPECS["native_layer_norm"].key([x, weight, None], scalars)
 
 
+def softmax_backward_key(*sizes: int, log: bool = False, dtype: torch.dtype = torch.float32) -> KernelKey:
+    op = "_log_softmax_backward_data" if log else "_softmax_backward_data"
+    x = torch.empty(sizes, dtype=dtype)
+    scalars: Scalars = {"dim": 1, "input_dtype": str(dtype).removeprefix("torch.")}
+    return SPECS[op].key([x, x], scalars, [x])
+
+
+def norm_backward_key(sizes: tuple[int, ...], dims: int = 1, dtype: torch.dtype = torch.float32) -> KernelKey:
+    x, weight = torch.empty(sizes, dtype=dtype), torch.empty(sizes[-dims:], dtype=dtype)
+    mean = torch.empty(sizes[:-dims] + (1,) * dims, dtype=dtype)
+    scalars: Scalars = {"normalized_shape": sizes[-dims:], "output_mask": (1, 1, 1)}
+    return SPECS["native_layer_norm_backward"].key([x, x, mean, mean, weight, weight], scalars, [x, weight, weight])
+
+
 KEYS = {
     "short rows": softmax_key(torch.zeros(3, 38)),
     "long rows": softmax_key(torch.zeros(3, 1000)),
@@ -34,8 +48,26 @@ KEYS = {
     "log columns": softmax_key(torch.zeros(100, 64), 0, "_log_softmax"),
     "layer norm": norm_key(torch.zeros(5, 384)),
     "long layer norm": norm_key(torch.zeros(4, 64, 64, 64), 3),
+    "product": SPECS["mm"].key([torch.zeros(40, 50), torch.zeros(50, 60)], {}),
+    "linear": SPECS["addmm"].key([torch.zeros(384), torch.zeros(999, 384), torch.zeros(384, 384).t()], {"beta": 1, "alpha": 1}),
+    "batches of products": SPECS["bmm"].key([torch.zeros(9, 38, 32), torch.zeros(9, 32, 38)], {}),
+    "one row": SPECS["mm"].key([torch.zeros(1, 50), torch.zeros(60, 50).t()], {}),
     "one element": softmax_key(torch.zeros(1)),
     "no dimensions": softmax_key(torch.zeros(()), 0),
+    "bfloat16 rows": softmax_key(torch.zeros(3, 38, dtype=torch.bfloat16)),
+    "float16 columns": softmax_key(torch.zeros(4, 100, 64, dtype=torch.float16), 1),
+    "bfloat16 layer norm": norm_key(torch.zeros(5, 384, dtype=torch.bfloat16), 1, torch.zeros(384)),
+    "turned rows": softmax_key(torch.zeros(4, 50, 38).transpose(1, 2)),
+    "channels last": softmax_key(torch.zeros(2, 19, 8, 8).to(memory_format=torch.channels_last), 1),
+    "turned layer norm": norm_key(torch.zeros(2, 96, 49).transpose(1, 2)),
+    "softmax backward": softmax_backward_key(7, 38),
+    "long softmax backward": softmax_backward_key(64, 262144),
+    "columns of a softmax backward": softmax_backward_key(4, 100, 64),
+    "bfloat16 log-softmax backward": softmax_backward_key(7, 1000, log=True, dtype=torch.bfloat16),
+    "layer norm backward": norm_backward_key((37, 384)),
+    "long layer norm backward": norm_backward_key((4, 64, 64, 64), 3),
+    "large layer norm backward": norm_backward_key((4096, 4096)),
+    "float16 layer norm backward": norm_backward_key((3, 5, 40), 1, torch.float16),
 }
 
 
@@ -59,19 +91,36 @@ def test_the_first_guess_fits_the_shape() -> None:
     assert first["columns"] == "softmax_columns"
     assert first["layer norm"] == "layer_norm_rows"
     assert first["long layer norm"] == "layer_norm_split"
+    assert first["linear"] == first["batches of products"] == "matmul_rows"
+    assert first["one row"] == "matmul_dot"
+    assert first["turned rows"] == first["channels last"] == "softmax_turned"
+    assert first["turned layer norm"] == "layer_norm_turned"
+    assert first["softmax backward"] == "softmax_backward_short"
+    assert first["columns of a softmax backward"] == "softmax_backward_columns"
+    assert first["layer norm backward"] == "layer_norm_backward_rows"
+    assert first["long layer norm backward"] == "layer_norm_backward_split"
 
 
 @pytest.mark.parametrize(
     "key",
     [
         softmax_key(torch.zeros(4, 8, dtype=torch.float64)),
-        SPECS["mm"].key([torch.zeros(4, 4), torch.zeros(4, 4)], {}),
-        softmax_key(torch.zeros(8, 64)[:, ::2].expand(8, 32), 1),  # stock's output is dense, the input has stride 2
-        norm_key(torch.zeros(8, 64)[:, ::2]),
+        SPECS["mm"].key([torch.zeros(4, 4, dtype=torch.float64), torch.zeros(4, 4, dtype=torch.float64)], {}),
+        softmax_key(torch.zeros(40000, 8).t(), 1),  # rows that would have to be turned, and are too long for that
+        norm_key(torch.zeros(40000, 8).t()),
+        norm_key(torch.zeros(4, 16, dtype=torch.float64)),
         norm_key(torch.zeros(4, 8, 16).transpose(1, 2), 2),
         norm_key(torch.zeros(4, 16), 1, torch.zeros(32)[::2]),
     ],
-    ids=["float64", "other op", "strided softmax", "strided norm", "transposed norm", "strided weight"],
+    ids=[
+        "float64",
+        "float64 product",
+        "long turned softmax",
+        "long turned norm",
+        "float64 norm",
+        "transposed norm",
+        "strided weight",
+    ],
 )
 def test_what_a_template_cannot_serve_gets_no_candidate(key: KernelKey) -> None:
     assert propose(key, V4) == []

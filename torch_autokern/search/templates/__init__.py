@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from torch_autokern.build.candidate import Candidate
 from torch_autokern.search.templates import (
+    layer_norm_backward,
     layer_norm_backward_cuda,
     layer_norm_cuda,
     layer_norm_ring,
     layer_norm_rows,
     layer_norm_split,
+    matmul_cpu,
     matmul_shallow_cuda,
     matmul_split,
     matmul_thin_cuda,
+    softmax_backward,
     softmax_backward_cuda,
     softmax_columns,
     softmax_columns_cuda,
@@ -19,6 +22,7 @@ from torch_autokern.search.templates import (
     softmax_ring,
     softmax_rows,
     softmax_split,
+    softmax_turned,
 )
 from torch_autokern.store.key import KernelKey, Target
 
@@ -32,6 +36,10 @@ _TEMPLATES = (
     softmax_split.propose,
     softmax_rows.propose,
     softmax_columns.propose,
+    matmul_cpu.propose,
+    softmax_turned.propose,
+    layer_norm_backward.propose,
+    softmax_backward.propose,
     layer_norm_ring.propose,
     layer_norm_cuda.propose,
     softmax_ring.propose,

@@ -10,8 +10,9 @@ The text is C++17 for GCC and Clang; vectors are the compilers' own extension, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+from torch_autokern.search.templates.cpp_half import half_types
 from torch_autokern.store.key import Target
 
 AUTHOR = "autokern templates"
@@ -146,10 +147,19 @@ AK_INLINE void ak_stream(float* p, vf v) { _mm_stream_ps(p, (__m128)v); }
 AK_INLINE vf ak_max(vf x, vf m) { return x > m ? x : m; }
 AK_INLINE void ak_stream(float* p, vf v) { ak_store(p, v); }
 #endif
+#if defined(__AVX2__) && @WIDTH@ == 32
+// A copy of a part into a vector would wait for its own stores. (A masked store is slow on AMD's cores, and not needed.)
+template <int N> AK_INLINE vf ak_load_part(const float* p, vf fill) {
+  const vi lane = {0, 1, 2, 3, 4, 5, 6, 7};
+  const __m256i mask = (__m256i)(lane < N);
+  return (vf)_mm256_blendv_ps((__m256)fill, _mm256_maskload_ps(p, mask), (__m256)mask);
+}
+#else
 template <int N> AK_INLINE vf ak_load_part(const float* p, vf fill) {
   memcpy(&fill, p, N * 4);
   return fill;
 }
+#endif
 template <int N> AK_INLINE void ak_store_part(float* p, vf v) { memcpy(p, &v, N * 4); }
 #endif
 AK_INLINE void ak_stream_fence() {
@@ -230,10 +240,11 @@ struct ak_op_sum {
 """
 
 
-def prelude(width: int) -> str:
-    """C++ text that opens an anonymous namespace; `epilogue` closes it."""
+def prelude(width: int, dtypes: Iterable[str] = ()) -> str:
+    """C++ text that opens an anonymous namespace, `END` closes it; with the types of 16-bit elements where `dtypes` has one."""
     head = _HEAD.replace("@WIDTH@", str(width)).replace("AK_INLINE_MEMBER", "inline __attribute__((always_inline))")
-    return head + _reductions(width // 4)
+    halves = half_types(width) if any(dtype != "float32" for dtype in dtypes) else ""
+    return head + _reductions(width // 4) + halves
 
 
 def entry(name: str, body: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_autokern.runtime.plan import InputArg, OutputArg, PointerArg
+from torch_autokern.search.templates.cpp_half import CPP_TYPES, DTYPES
 from torch_autokern.search.templates.layout import (
     Loop,
     collapse,
@@ -28,18 +29,31 @@ from torch_autokern.store.key import KernelKey, TensorKey
 
 @dataclass(frozen=True)
 class NormLayout:
-    """`length` neighbouring elements are normalised, once per step of `outer` (strides of input, mean, rstd, output)."""
+    """`length` neighbouring elements are normalised, once per step of `outer` (strides of input, mean, rstd, output).
+
+    `stride` is the step in the input; where it is not 1 the input was permuted, and the output, which ATen makes contiguous,
+    was not. ATen lets 16-bit inputs have float32 parameters, and then gives mean and rstd in float32 too.
+    """
 
     length: int
     outer: tuple[Loop, ...]
     eps: float
     has_weight: bool
     has_bias: bool
+    dtype: str
+    parameter_dtype: str
+    statistic_dtype: str
+    stride: int = 1
 
     @property
     def rows(self) -> int:
         """Number of independent rows."""
         return steps_in(self.outer)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """Of input and output, of parameters, of mean and rstd."""
+        return self.dtype, self.parameter_dtype, self.statistic_dtype
 
     @property
     def args(self) -> tuple[PointerArg, ...]:
@@ -48,8 +62,8 @@ class NormLayout:
 
 
 def norm_layout(key: KernelKey) -> NormLayout | None:
-    """Layout of a float32 LayerNorm on a CPU whose normalised elements are neighbours; None for any other call."""
-    if key.op != "native_layer_norm" or key.device_type != "cpu" or not dense_tensors(key, ("float32",)):
+    """Layout of a LayerNorm on a CPU whose normalised elements are neighbours; None for any other call."""
+    if key.op != "native_layer_norm" or key.device_type != "cpu" or not dense_tensors(key, DTYPES):
         return None
     shape = key.scalars["normalized_shape"]
     x, weight, bias = key.tensors
@@ -58,17 +72,24 @@ def norm_layout(key: KernelKey) -> NormLayout | None:
         return None
     if not all(distinct_elements(t) for t in (y, mean, rstd)) or len(mean.sizes) != len(x.sizes):
         return None
-    first = len(x.sizes) - len(shape)
-    if not _one_run([t for t in (x, weight, bias, y) if t is not None], len(shape)):
+    parameters = {t.dtype for t in (weight, bias) if t is not None} or {x.dtype}
+    if y.dtype != x.dtype or len(parameters) > 1 or mean.dtype != rstd.dtype:
         return None
+    first = len(x.sizes) - len(shape)
+    stride = 1
+    if not one_run([t for t in (x, weight, bias, y) if t is not None], len(shape)):
+        stride = x.strides[-1]
+        if len(shape) > 1 or not one_run([t for t in (weight, bias, y) if t is not None], 1):
+            return None
     length = 1
     for size in shape:
         length *= int(size)
     outer = loops_over(range(first), (x, mean, rstd, y))
-    return NormLayout(length, outer, float(key.scalars["eps"]), weight is not None, bias is not None)  # type: ignore[arg-type]
+    eps = float(key.scalars["eps"])  # type: ignore[arg-type]
+    return NormLayout(length, outer, eps, weight is not None, bias is not None, x.dtype, parameters.pop(), mean.dtype, stride)
 
 
-def _one_run(tensors: Sequence[TensorKey], dims: int) -> bool:
+def one_run(tensors: Sequence[TensorKey], dims: int) -> bool:
     """Whether the last `dims` dimensions are the same run of neighbours in every tensor."""
     loops = [Loop(tensors[0].sizes[place - dims], tuple(t.strides[place - dims] for t in tensors)) for place in range(dims)]
     joined = collapse(loops)
@@ -76,6 +97,9 @@ def _one_run(tensors: Sequence[TensorKey], dims: int) -> bool:
 
 
 _CODE = """
+typedef @ELEM@ elem;
+typedef @PARAM@ param;
+typedef @STAT@ stat;
 constexpr int64_t D = @D@;
 constexpr double EPS = @EPS@;
 constexpr bool HAS_WEIGHT = @WEIGHT@, HAS_BIAS = @BIAS@, STREAM = @STREAM@, PREFETCH = @PREFETCH@;
@@ -87,7 +111,7 @@ AK_INLINE int64_t y_offset(int64_t row) { return @Y@; }
 struct moments {
   double mean, m2;  // m2: sum of squared distances from the mean
 };
-__attribute__((noinline, cold)) moments moments_in_double(const float* x, int64_t n) {
+__attribute__((noinline, cold)) moments moments_in_double(const elem* x, int64_t n) {
   double sum = 0, d1 = 0, d2 = 0;
   for (int64_t i = 0; i < n; i++) sum += (double)x[i];
   const double mean = sum / (double)n;
@@ -101,7 +125,7 @@ __attribute__((noinline, cold)) moments moments_in_double(const float* x, int64_
 }
 // Calls f(chain, vector) on N elements in a fixed order, U chains in turn; `fill` completes the last vector.
 template <int64_t N, class F>
-AK_INLINE void each(const float* x, vf fill, F f) {
+AK_INLINE void each(const elem* x, vf fill, F f) {
   constexpr int64_t WHOLE = N / (U * L) * (U * L), VECTORS = N / L * L;
   for (int64_t i = 0; i < WHOLE; i += U * L)
     AK_UNROLL for (int u = 0; u < U; u++) f(u, ak_load(x + i + u * L));
@@ -115,7 +139,7 @@ AK_INLINE vf join(vf* s) {
 }
 constexpr int64_t SHORT_SUM = 16;
 template <int64_t N>
-AK_INLINE void add_distances(const float* x, vf m0, double& s1, double& s2) {
+AK_INLINE void add_distances(const elem* x, vf m0, double& s1, double& s2) {
   vf d1[U] = {}, d2[U] = {};
   each<N>(x, m0, [&](int u, vf v) __attribute__((always_inline)) {
     const vf d = v - m0;
@@ -128,7 +152,7 @@ AK_INLINE void add_distances(const float* x, vf m0, double& s1, double& s2) {
 // Moments from the sums of distances from m0; `good` tells whether float carried them. The correction may take a quarter of the
 // sum of squares: the roundings of that sum then weigh at most 4/3 of what they would with m0 at the mean.
 template <int64_t N>
-AK_INLINE moments moments_near(const float* x, vf m0, bool& good) {
+AK_INLINE moments moments_near(const elem* x, vf m0, bool& good) {
   // Float sums of at most SHORT_SUM terms, added up in double: beside an outlier a longer chain's roundings point the same way.
   constexpr int64_t PIECE = SHORT_SUM * U * L, PIECES = N > PIECE ? (N - 1) / PIECE : 0;
   double s1 = 0, s2 = 0;
@@ -139,7 +163,7 @@ AK_INLINE moments moments_near(const float* x, vf m0, bool& good) {
   return {(double)m0[0] + shift, m2 > 0 ? m2 : 0};
 }
 template <int64_t N>
-AK_INLINE moments moments_of(const float* x) {
+AK_INLINE moments moments_of(const elem* x) {
   vf s[U] = {};
   each<N>(x, vf{}, [&](int u, vf v) __attribute__((always_inline)) { s[u] += v; });
   bool good;
@@ -155,7 +179,7 @@ AK_INLINE moments merge(moments a, int64_t count, moments b, int64_t n) {
 // One pass where it can: the mean of the first HEAD elements stands in for m0; a rest that lies too far from it gets its own.
 constexpr int64_t HEAD = 1024, SEGMENT = 32768;
 template <int64_t N>
-AK_INLINE moments moments_of_segment(const float* x) {
+AK_INLINE moments moments_of_segment(const elem* x) {
   if constexpr (N < 3 * HEAD) {
     return moments_of<N>(x);
   } else {
@@ -167,7 +191,7 @@ AK_INLINE moments moments_of_segment(const float* x) {
   }
 }
 template <int64_t N>
-AK_INLINE moments moments_of_long(const float* x) {
+AK_INLINE moments moments_of_long(const elem* x) {
   moments all = moments_of_segment<N < SEGMENT ? N : SEGMENT>(x);
   constexpr int64_t LAST_START = (N - 1) / SEGMENT * SEGMENT;
   for (int64_t at = SEGMENT; at < LAST_START; at += SEGMENT) all = merge(all, at, moments_of_segment<SEGMENT>(x + at), SEGMENT);
@@ -179,7 +203,7 @@ struct statistics {
   AK_INLINE_MEMBER bool fits_float() const { return rstd > 1e-30 && rstd < 1e30 && mean > -1e30 && mean < 1e30; }
 };
 AK_INLINE statistics statistics_of(moments m) { return {m.mean, 1.0 / __builtin_sqrt(m.m2 * (1.0 / (double)D) + EPS)}; }
-__attribute__((noinline, cold)) void apply_in_double(const float* x, const float* w, const float* b, float* y, int64_t n,
+__attribute__((noinline, cold)) void apply_in_double(const elem* x, const param* w, const param* b, elem* y, int64_t n,
                                                      statistics s) {
   for (int64_t i = 0; i < n; i++) {
     double v = ((double)x[i] - s.mean) * s.rstd;
@@ -208,7 +232,7 @@ AK_INLINE vf affine(vf v, vf w, vf b) {
 }
 // `next` is what will be read after this: its lines are fetched while this is written.
 template <int64_t N>
-AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, statistics s, const float* next) {
+AK_INLINE void apply(const elem* x, const param* w, const param* b, elem* y, statistics s, const elem* next) {
   if (!s.fits_float()) return apply_in_double(x, w, b, y, N, s);
   constexpr int64_t WHOLE = N / (U * L) * (U * L), VECTORS = N / L * L;
   constexpr int TAIL = N % L, PART = TAIL ? TAIL : 1;
@@ -242,6 +266,7 @@ AK_INLINE void apply(const float* x, const float* w, const float* b, float* y, s
 def norm_code(layout: NormLayout, unroll: int, stream: bool, prefetch: bool) -> str:
     """C++ text (inside the anonymous namespace) with `moments_of<N>`, `statistics_of` and `apply<N>` for one layout."""
     values = {
+        "ELEM": CPP_TYPES[layout.dtype], "PARAM": CPP_TYPES[layout.parameter_dtype], "STAT": CPP_TYPES[layout.statistic_dtype],
         "D": layout.length, "EPS": repr(layout.eps), "U": unroll, "STREAM": str(stream).lower(),
         "PREFETCH": str(prefetch).lower(),
         "WEIGHT": str(layout.has_weight).lower(), "BIAS": str(layout.has_bias).lower(),

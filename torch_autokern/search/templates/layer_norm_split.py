@@ -35,11 +35,11 @@ constexpr int TOGETHER = @TOGETHER@;
 constexpr int64_t GROUPS = (ROWS + TOGETHER - 1) / TOGETHER;
 // One chunk of TOGETHER rows side by side: weight and bias are loaded once for all, and memory sees several streams.
 template <int64_t N>
-AK_INLINE void apply_together(const float* x, const float* w, const float* b, float* y, const statistics* s, int64_t first,
-                              const float* next) {
+AK_INLINE void apply_together(const elem* x, const param* w, const param* b, elem* y, const statistics* s, int64_t first,
+                              const elem* next) {
   bool plain = STREAM && N >= L;
-  const float* in[TOGETHER];
-  float* out[TOGETHER];
+  const elem* in[TOGETHER];
+  elem* out[TOGETHER];
   line f[TOGETHER];
   AK_UNROLL for (int r = 0; r < TOGETHER; r++) {
     const int64_t row = first + r < ROWS ? first + r : ROWS - 1;
@@ -72,7 +72,7 @@ AK_INLINE void apply_together(const float* x, const float* w, const float* b, fl
 
 _STATISTICS = """  moments* parts = (moments*)pointers[6];
   for (int64_t i = begin; i < end; i++) {
-    const float* x = (const float*)pointers[0] + x_offset(i / CHUNKS) + i % CHUNKS * CHUNK;
+    const elem* x = (const elem*)pointers[0] + x_offset(i / CHUNKS) + i % CHUNKS * CHUNK;
     parts[i] = i % CHUNKS == CHUNKS - 1 ? moments_of_long<LAST>(x) : moments_of_long<CHUNK>(x);
   }
 """
@@ -83,20 +83,20 @@ _MERGE = """  const moments* parts = (const moments*)pointers[6];
       all = merge(all, c * CHUNK, parts[row * CHUNKS + c], c == CHUNKS - 1 ? LAST : CHUNK);
     const statistics s = statistics_of(all);
     ((statistics*)pointers[7])[row] = s;
-    ((float*)pointers[4])[mean_offset(row)] = (float)s.mean;
-    ((float*)pointers[5])[rstd_offset(row)] = (float)s.rstd;
+    ((stat*)pointers[4])[mean_offset(row)] = (float)s.mean;
+    ((stat*)pointers[5])[rstd_offset(row)] = (float)s.rstd;
   }
 """
 _APPLY = """  const statistics* rows = (const statistics*)pointers[7];
   for (int64_t i = begin; i < end; i++) {
     const int64_t first = i % GROUPS * TOGETHER, at = i / GROUPS * CHUNK, after = i + 1 < end ? i + 1 : i;
-    const float* x = (const float*)pointers[0] + at;
-    const float* w = HAS_WEIGHT ? (const float*)pointers[1] + at : nullptr;
-    const float* b = HAS_BIAS ? (const float*)pointers[2] + at : nullptr;
-    float* y = (float*)pointers[3] + at;
+    const elem* x = (const elem*)pointers[0] + at;
+    const param* w = HAS_WEIGHT ? (const param*)pointers[1] + at : nullptr;
+    const param* b = HAS_BIAS ? (const param*)pointers[2] + at : nullptr;
+    elem* y = (elem*)pointers[3] + at;
     // The group after this one, seen from where this one's offsets lead.
     const int64_t step = x_offset(after % GROUPS * TOGETHER) - x_offset(first);
-    const float* next = (const float*)pointers[0] + after / GROUPS * CHUNK + step;
+    const elem* next = (const elem*)pointers[0] + after / GROUPS * CHUNK + step;
     if (at == (CHUNKS - 1) * CHUNK) apply_together<LAST>(x, w, b, y, rows, first, next);
     else apply_together<CHUNK>(x, w, b, y, rows, first, next);
   }
@@ -112,7 +112,7 @@ def split(layout: NormLayout, width: int, unroll: int, chunk: int, together: int
     """
     rows, chunks = layout.rows, -(-layout.length // chunk)
     body = _BODY.replace("@CHUNK@", str(chunk)).replace("@ROWS@", str(rows)).replace("@TOGETHER@", str(together))
-    source = prelude(width) + norm_code(layout, unroll, stream, prefetch) + body + END
+    source = prelude(width, layout.dtypes) + norm_code(layout, unroll, stream, prefetch) + body + END
     source += entry("measure_chunks", _STATISTICS) + entry("merge_rows", _MERGE) + entry("apply_chunks", _APPLY)
     args = (*layout.args, WorkspaceArg("parts"), WorkspaceArg("rows"))
     grain = grain_of(min(chunk, layout.length))
@@ -130,12 +130,12 @@ def split(layout: NormLayout, width: int, unroll: int, chunk: int, together: int
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
     """Candidates for rows that are long, and few or beyond the cache, best guess first; else []."""
     layout = norm_layout(key)
-    if layout is None or layout.length < MIN_LENGTH:
+    if layout is None or layout.stride != 1 or layout.length < MIN_LENGTH:
         return []
     if layout.rows >= 8 * target.threads and 4 * layout.length < L2_BYTES:
         return []
     width = vector_widths(target)[0]
-    if 4 * layout.length * layout.rows <= STREAM_BYTES:
+    if layout.dtype != "float32" or 4 * layout.length * layout.rows <= STREAM_BYTES:
         return [split(layout, width, 4, chunk, 1, False, False) for chunk in (8192, 32768)]
     together = [count for count in (4, 2, 1) if layout.rows % count == 0]
     found = [split(layout, width, 4, chunk, count, True, True) for count in together for chunk in (32768, 8192)]

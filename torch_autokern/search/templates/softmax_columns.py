@@ -48,29 +48,30 @@ struct block {
   static constexpr int V = (int)((N + L - 1) / L);
   static constexpr int TAIL = (int)(N % L);
   static constexpr int PART = TAIL ? TAIL : 1;
-  AK_INLINE_MEMBER static vf load(const float* p, int v) {
+  template <class In>
+  AK_INLINE_MEMBER static vf load(const In* p, int v) {
     return TAIL && v == V - 1 ? ak_load_part<PART>(p + v * L, vf{}) : ak_load(p + v * L);
   }
-  AK_INLINE_MEMBER static void store(float* p, int v, vf value) {
+  AK_INLINE_MEMBER static void store(elem* p, int v, vf value) {
     if (TAIL && v == V - 1) ak_store_part<PART>(p + v * L, value);
     else if (STREAM && (uintptr_t)p % WIDTH == 0) ak_stream(p + v * L, value);
     else ak_store(p + v * L, value);
   }
-  AK_INLINE_MEMBER static void keep(float* y, float* scratch, int64_t d, int v, vf value) {
+  AK_INLINE_MEMBER static void keep(elem* y, float* scratch, int64_t d, int v, vf value) {
     if (KEEP == OUTPUT) {
       if (TAIL && v == V - 1) ak_store_part<PART>(y + d * SY + v * L, value);
       else ak_store(y + d * SY + v * L, value);
     }
     if (KEEP == SCRATCH) *(vf*)(scratch + (d * V + v) * L) = value;
   }
-  AK_INLINE_MEMBER static vf result(const float* x, const float* y, const float* scratch, int64_t d, int v, vf m, vf s) {
+  AK_INLINE_MEMBER static vf result(const elem* x, const elem* y, const float* scratch, int64_t d, int v, vf m, vf s) {
     if (LOG) return (load(x + d * SX, v) - m) - s;
     if (KEEP == OUTPUT) return load(y + d * SY, v) * s;
     if (KEEP == SCRATCH) return *(const vf*)(scratch + (d * V + v) * L) * s;
     return ak_exp(load(x + d * SX, v) - m) * s;
   }
   // `next` is the block after this one: its lines are fetched while this one's exponentials keep the core busy.
-  AK_INLINE_MEMBER static void run(const float* x, float* y, const float* next) {
+  AK_INLINE_MEMBER static void run(const elem* x, elem* y, const elem* next) {
     alignas(WIDTH) float scratch[KEEP == SCRATCH ? D * V * L : L];
     vf m[V], s[V];
     AK_UNROLL for (int v = 0; v < V; v++) m[v] = ak_splat(-INF);
@@ -84,7 +85,8 @@ struct block {
       AK_UNROLL for (int v = 0; v < V; v++) part[v] = vf{};
       for (int64_t d = first; d < stop; d++) {
         if (PREFETCH)
-          AK_UNROLL for (int c = 0; c < V * WIDTH; c += 64) __builtin_prefetch((const char*)(next + d * SX) + c, 0, 2);
+          AK_UNROLL for (int c = 0; c < V * L * (int)sizeof(elem); c += 64)
+            __builtin_prefetch((const char*)(next + d * SX) + c, 0, 2);
         AK_UNROLL for (int v = 0; v < V; v++) {
           vf e = ak_exp<LOG>(load(x + d * SX, v) - m[v]);
           keep(y, scratch, d, v, e);
@@ -100,13 +102,13 @@ struct block {
 };
 """
 
-_ENTRY = """  const float* x = (const float*)pointers[0];
-  float* y = (float*)pointers[1];
+_ENTRY = """  const elem* x = (const elem*)pointers[0];
+  elem* y = (elem*)pointers[1];
   for (int64_t item = begin; item < end; item++) {
     const int64_t at = item % BLOCKS, after = item + 1 < end ? item + 1 : item;
-    const float* px = x + x_offset(item / BLOCKS) + at * COLUMNS;
-    const float* next = x + x_offset(after / BLOCKS) + after % BLOCKS * COLUMNS;
-    float* py = y + y_offset(item / BLOCKS) + at * COLUMNS;
+    const elem* px = x + x_offset(item / BLOCKS) + at * COLUMNS;
+    const elem* next = x + x_offset(after / BLOCKS) + after % BLOCKS * COLUMNS;
+    elem* py = y + y_offset(item / BLOCKS) + at * COLUMNS;
     if (at == BLOCKS - 1) block<LAST>::run(px, py, next);
     else block<COLUMNS>::run(px, py, next);
   }
@@ -143,8 +145,7 @@ def columns(shape: _Columns, width: int, block: int, stream: bool, keep: Kept, p
     body = _BODY.replace("AK_INLINE_MEMBER", "inline __attribute__((always_inline))")
     for name, value in values.items():
         body = body.replace(f"@{name}@", str(value))
-    log = f"constexpr bool LOG = {str(layout.log).lower()};\n"
-    source = prelude(width) + log + body + END + entry("run", _ENTRY)
+    source = prelude(width, [layout.dtype]) + layout.constants + body + END + entry("run", _ENTRY)
     step = CpuStep("run", steps_in(shape.outer) * blocks, grain_of(layout.length * block), (InputArg(0), OutputArg(0)))
     idea = f"{block} neighbouring columns at a time, statistics in vector lanes; exponentials kept: {keep}."
     used: dict[str, Parameter] = {"width": width, "block": block, "stream": stream, "keep": keep, "prefetch": prefetch}
@@ -167,12 +168,14 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     if layout is None or shape is None:
         return []
     width = vector_widths(target)[0]
-    streams = (True, False) if 4 * layout.length * shape.inner * steps_in(shape.outer) > STREAM_BYTES else (False,)
+    big = layout.is_float and 4 * layout.length * shape.inner * steps_in(shape.outer) > STREAM_BYTES
+    streams = (True, False) if big else (False,)
     candidates: list[Candidate] = []
     for prefetch in (True, False):
         for block in _block_sizes(shape, width // 4):
             scratch: tuple[Kept, ...] = ("scratch",) if 4 * block * layout.length <= SCRATCH_BYTES else ()
             for stream in streams:
-                kept: tuple[Kept, ...] = ("nothing",) if layout.log else (*scratch, "nothing" if stream else "output")
+                last: Kept = "nothing" if stream or not layout.is_float else "output"
+                kept: tuple[Kept, ...] = ("nothing",) if layout.log else (*scratch, last)
                 candidates += [columns(shape, width, block, stream, keep, prefetch) for keep in kept]
     return candidates[:9]

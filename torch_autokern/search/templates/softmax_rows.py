@@ -36,11 +36,11 @@ constexpr int V = (D + L - 1) / L;
 constexpr int TAIL = D % L;
 AK_INLINE int64_t x_offset(int64_t row) { return @X@; }
 AK_INLINE int64_t y_offset(int64_t row) { return @Y@; }
-AK_INLINE vf load_part_or_all(const float* p, int v) {
+AK_INLINE vf load_part_or_all(const elem* p, int v) {
   if (TAIL && v == V - 1) return ak_load_part<TAIL ? TAIL : 1>(p + v * L, ak_splat(-INF));
   return ak_load(p + v * L);
 }
-AK_INLINE void store_part_or_all(float* p, int v, vf value) {
+AK_INLINE void store_part_or_all(elem* p, int v, vf value) {
   if (TAIL && v == V - 1) ak_store_part<TAIL ? TAIL : 1>(p + v * L, value);
   else ak_store(p + v * L, value);
 }
@@ -50,10 +50,10 @@ AK_INLINE void spread(vf q, vf* out) {
   if (R > 2) out[2 % R] = ak_pick<2>(q);
   if (R > 3) out[3 % R] = ak_pick<3>(q);
 }
-AK_INLINE void rows_at(const float* x, float* y, const int64_t* row) {
+AK_INLINE void rows_at(const elem* x, elem* y, const int64_t* row) {
   vf e[R][V], m[R], s[R];
   AK_UNROLL for (int r = 0; r < R; r++) {
-    const float* p = x + x_offset(row[r]);
+    const elem* p = x + x_offset(row[r]);
     AK_UNROLL for (int v = 0; v < V; v++) e[r][v] = load_part_or_all(p, v);
     m[r] = e[r][0];
     AK_UNROLL for (int v = 1; v < V; v++) m[r] = ak_max(e[r][v], m[r]);
@@ -72,14 +72,14 @@ AK_INLINE void rows_at(const float* x, float* y, const int64_t* row) {
   vf q = ak_reduce4(s[0], s[1 % R], s[2 % R], s[3 % R], ak_op_sum{});
   spread(LOG ? ak_log(q) : 1.0f / q, s);
   AK_UNROLL for (int r = 0; r < R; r++) {
-    float* p = y + y_offset(row[r]);
+    elem* p = y + y_offset(row[r]);
     AK_UNROLL for (int v = 0; v < V; v++) store_part_or_all(p, v, LOG ? e[r][v] - s[r] : e[r][v] * s[r]);
   }
 }
 """
 
-_SHORT_ENTRY = """  const float* x = (const float*)pointers[0];
-  float* y = (float*)pointers[1];
+_SHORT_ENTRY = """  const elem* x = (const elem*)pointers[0];
+  elem* y = (elem*)pointers[1];
   for (int64_t first = begin; first < end; first += R) {
     int64_t row[R];
     // The last group repeats the last row: same values to the same place.
@@ -90,7 +90,7 @@ _SHORT_ENTRY = """  const float* x = (const float*)pointers[0];
 
 _ROW_CODE = """
 constexpr int U = @U@;
-constexpr bool LOG = @LOG@, STREAM = @STREAM@, PREFETCH = @PREFETCH@;
+constexpr bool STREAM = @STREAM@, PREFETCH = @PREFETCH@;
 enum Kept { NOTHING, OUTPUT, SCRATCH };
 constexpr Kept KEEP = @KEEP@;  // where the exponentials wait for their sum; NOTHING: they are computed again
 // A row, or a piece of one, of N neighbouring elements.
@@ -98,7 +98,7 @@ template <int64_t N>
 struct row {
   static constexpr int64_t BLOCK = (int64_t)U * L, WHOLE = N / BLOCK * BLOCK, VECTORS = N / L * L;
   static constexpr int TAIL = N % L, PART = TAIL ? TAIL : 1;
-  AK_INLINE_MEMBER static float maximum(const float* x) {
+  AK_INLINE_MEMBER static float maximum(const elem* x) {
     vf m[U];
     AK_UNROLL for (int u = 0; u < U; u++) m[u] = ak_splat(-INF);
     for (int64_t i = 0; i < WHOLE; i += BLOCK)
@@ -111,14 +111,15 @@ struct row {
   // Sum of exp(x - m); the exponentials go to `kept` (output or scratch) unless they are computed again. Partial sums of 64
   // steps keep the rounding error of a long row near that of a short one. `next` is the row after this one: its lines are
   // fetched while this one's exponentials keep the core busy.
-  AK_INLINE_MEMBER static float sum(const float* x, float* kept, vf m, const float* next) {
+  AK_INLINE_MEMBER static float sum(const elem* x, float* kept, vf m, const elem* next) {
     vf total = {};
     for (int64_t outer = 0; outer < WHOLE; outer += 64 * BLOCK) {
       const int64_t stop = outer + 64 * BLOCK < WHOLE ? outer + 64 * BLOCK : WHOLE;
       vf s[U] = {};
       for (int64_t i = outer; i < stop; i += BLOCK) {
         if (PREFETCH)
-          AK_UNROLL for (int c = 0; c < U * WIDTH; c += 64) __builtin_prefetch((const char*)(next + i) + c, 0, 2);
+          AK_UNROLL for (int c = 0; c < U * L * (int)sizeof(elem); c += 64)
+            __builtin_prefetch((const char*)(next + i) + c, 0, 2);
         AK_UNROLL for (int u = 0; u < U; u++) {
           vf e = ak_exp<LOG>(ak_load(x + i + u * L) - m);
           if (KEEP != NOTHING) ak_store(kept + i + u * L, e);
@@ -145,7 +146,8 @@ struct row {
     return (KEEP == NOTHING ? ak_exp(in - m) : in) * s;
   }
   // `in`: the row itself, or its exponentials where they were kept; s: the logarithm of the sum, or its reciprocal.
-  AK_INLINE_MEMBER static void write(const float* in, float* y, vf m, vf s) {
+  template <class In>
+  AK_INLINE_MEMBER static void write(const In* in, elem* y, vf m, vf s) {
     if (STREAM && VECTORS) {
       // The first and the last vector are stored unaligned; what lies between starts at a vector boundary.
       int64_t i = (int64_t)((0 - (uintptr_t)y / 4) % L);
@@ -170,16 +172,18 @@ AK_INLINE int64_t x_offset(int64_t row) { return @X@; }
 AK_INLINE int64_t y_offset(int64_t row) { return @Y@; }
 """
 
-_LONG_ENTRY = """  const float* x = (const float*)pointers[0];
-  float* y = (float*)pointers[1];
+_LONG_ENTRY = """  const elem* x = (const elem*)pointers[0];
+  elem* y = (elem*)pointers[1];
   alignas(WIDTH) float scratch[KEEP == SCRATCH ? D : 1];
   for (int64_t r = begin; r < end; r++) {
-    const float* px = x + x_offset(r);
-    float* py = y + y_offset(r);
-    float* kept = KEEP == SCRATCH ? scratch : py;
+    const elem* px = x + x_offset(r);
+    elem* py = y + y_offset(r);
+    float* kept = KEEP == SCRATCH ? scratch : (float*)py;  // the output where it is of floats
     const vf m = ak_splat(row<D>::maximum(px));
     const float sum = row<D>::sum(px, kept, m, x + x_offset(r + 1 < end ? r + 1 : r));
-    row<D>::write(KEEP == NOTHING ? px : kept, py, m, ak_splat(LOG ? (float)log((double)sum) : 1.0f / sum));
+    const vf s = ak_splat(LOG ? (float)log((double)sum) : 1.0f / sum);
+    if (KEEP == NOTHING) row<D>::write(px, py, m, s);
+    else row<D>::write((const float*)kept, py, m, s);
   }
   if (STREAM) ak_stream_fence();
 """
@@ -197,9 +201,9 @@ def _fill(text: str, layout: SoftmaxLayout, values: dict[str, object]) -> str:
     return text
 
 
-def row_code(log: bool, unroll: int, stream: bool, keep: Kept, prefetch: bool) -> str:
+def row_code(unroll: int, stream: bool, keep: Kept, prefetch: bool) -> str:
     """C++ text of ``row<N>``: maximum, sum and write of N neighbouring elements."""
-    flags = {"U": str(unroll), "LOG": str(log).lower(), "STREAM": str(stream).lower(), "PREFETCH": str(prefetch).lower()}
+    flags = {"U": str(unroll), "STREAM": str(stream).lower(), "PREFETCH": str(prefetch).lower()}
     code = _ROW_CODE.replace("AK_INLINE_MEMBER", "inline __attribute__((always_inline))")
     for name, value in {**flags, "KEEP": keep.upper()}.items():
         code = code.replace(f"@{name}@", value)
@@ -208,8 +212,13 @@ def row_code(log: bool, unroll: int, stream: bool, keep: Kept, prefetch: bool) -
 
 def short_rows(layout: SoftmaxLayout, width: int, rows: int) -> Candidate:
     """`rows` (1 to 4) rows at a time in registers of `width` bytes."""
-    log = f"constexpr bool LOG = {str(layout.log).lower()};\n"
-    source = prelude(width) + log + _fill(_SHORT_BODY, layout, {"R": rows}) + END + entry("run", _SHORT_ENTRY)
+    source = (
+        prelude(width, [layout.dtype])
+        + layout.constants
+        + _fill(_SHORT_BODY, layout, {"R": rows})
+        + END
+        + entry("run", _SHORT_ENTRY)
+    )
     idea = f"Keep {rows} whole rows in {8 * width}-bit registers from load to store; reduce them together, divide once."
     return Candidate("cpp", source, _plan(layout), idea, AUTHOR, SHORT, {"width": width, "rows": rows})
 
@@ -220,8 +229,8 @@ def long_rows(layout: SoftmaxLayout, width: int, stream: bool, keep: Kept, prefe
     `stream`: results bypass the cache. `keep`: where exponentials wait for their sum ("nothing" for a logarithm).
     `prefetch`: fetch the next row early.
     """
-    body = row_code(layout.log, 4, stream, keep, prefetch) + _fill(_LONG_BODY, layout, {})
-    source = prelude(width) + body + END + entry("run", _LONG_ENTRY)
+    body = layout.constants + row_code(4, stream, keep, prefetch) + _fill(_LONG_BODY, layout, {})
+    source = prelude(width, [layout.dtype]) + body + END + entry("run", _LONG_ENTRY)
     idea = f"Three passes over a cached row; exponentials kept: {keep}; {'streaming' if stream else 'plain'} stores."
     used: dict[str, Parameter] = {"width": width, "stream": stream, "keep": keep, "prefetch": prefetch}
     return Candidate("cpp", source, _plan(layout), idea, AUTHOR, LONG, used)
@@ -251,13 +260,17 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     if layout.length * 4 < 2 * widths[0]:
         return candidates
     row_bytes = 4 * layout.length
-    streams = (True, False) if row_bytes * steps_in(layout.outer) > STREAM_BYTES else (False,)
+    big = layout.is_float and row_bytes * steps_in(layout.outer) > STREAM_BYTES
+    streams = (True, False) if big else (False,)
     scratch: tuple[Kept, ...] = ("scratch",) if row_bytes <= SCRATCH_BYTES else ()
     for stream in streams:
-        kept: tuple[Kept, ...] = ("nothing",) if layout.log else (*scratch, "nothing") if stream else ("output", *scratch)
+        kept: tuple[Kept, ...] = ("nothing",) if layout.log else ("output", *scratch)
+        if not layout.log and (stream or not layout.is_float):
+            kept = (*scratch, "nothing")
         for keep in kept:
             for prefetch in (True, False):
                 candidates.append(long_rows(layout, widths[0], stream, keep, prefetch))
     if len(widths) > 1:
-        candidates.append(long_rows(layout, widths[1], False, "nothing" if layout.log else "output", False))
+        last: Kept = "nothing" if layout.log else "output" if layout.is_float else (*scratch, "nothing")[0]
+        candidates.append(long_rows(layout, widths[1], False, last, False))
     return candidates[:9]

@@ -26,7 +26,7 @@ struct part {
   float maximum, sum;
 };
 template <int64_t N>
-AK_INLINE part part_of(const float* x) {
+AK_INLINE part part_of(const elem* x) {
   const float m = row<N>::maximum(x);
   // Nothing above -inf here: measured from 0 the sum is 0, or NaN where a NaN hides.
   return {m, row<N>::sum(x, nullptr, ak_splat(m == -INF ? 0.0f : m), x)};
@@ -41,11 +41,11 @@ part merged(const part* parts) {
 }
 """
 
-_STATISTICS = """  const float* x = (const float*)pointers[0];
+_STATISTICS = """  const elem* x = (const elem*)pointers[0];
   part* parts = (part*)pointers[2];
   for (int64_t i = begin; i < end; i++) {
     const int64_t c = i % CHUNKS;
-    const float* p = x + x_offset(i / CHUNKS) + c * CHUNK;
+    const elem* p = x + x_offset(i / CHUNKS) + c * CHUNK;
     parts[i] = c == CHUNKS - 1 ? part_of<LAST>(p) : part_of<CHUNK>(p);
   }
 """
@@ -55,8 +55,8 @@ _APPLY = """  int64_t known = -1;
     const int64_t r = i / CHUNKS, c = i % CHUNKS;
     if (r != known) all = merged((const part*)pointers[2] + r * CHUNKS);
     known = r;
-    const float* x = (const float*)pointers[0] + x_offset(r) + c * CHUNK;
-    float* y = (float*)pointers[1] + y_offset(r) + c * CHUNK;
+    const elem* x = (const elem*)pointers[0] + x_offset(r) + c * CHUNK;
+    elem* y = (elem*)pointers[1] + y_offset(r) + c * CHUNK;
     if (c == CHUNKS - 1) row<LAST>::write(x, y, ak_splat(all.maximum), ak_splat(all.sum));
     else row<CHUNK>::write(x, y, ak_splat(all.maximum), ak_splat(all.sum));
   }
@@ -69,7 +69,8 @@ def split(layout: SoftmaxLayout, width: int, chunk: int, stream: bool) -> Candid
     rows, chunks = steps_in(layout.outer), -(-layout.length // chunk)
     body = _BODY.replace("@X@", offset(layout.outer, 0, "row")).replace("@Y@", offset(layout.outer, 1, "row"))
     sizes = f"constexpr int64_t D = {layout.length}, CHUNK = {chunk};\n"
-    source = prelude(width) + sizes + row_code(layout.log, 4, stream, "nothing", prefetch=False) + body + END
+    source = prelude(width, [layout.dtype]) + layout.constants + sizes
+    source += row_code(4, stream, "nothing", prefetch=False) + body + END
     source += entry("measure_chunks", _STATISTICS) + entry("apply_chunks", _APPLY)
     args = (InputArg(0), OutputArg(0), WorkspaceArg("parts"))
     grain = grain_of(min(chunk, layout.length))
@@ -85,5 +86,6 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     if layout is None or not layout.contiguous or layout.length < MIN_LENGTH or steps_in(layout.outer) >= 8 * target.threads:
         return []
     width = vector_widths(target)[0]
-    streams = (True, False) if 4 * layout.length * steps_in(layout.outer) > STREAM_BYTES else (False,)
+    big = layout.is_float and 4 * layout.length * steps_in(layout.outer) > STREAM_BYTES
+    streams = (True, False) if big else (False,)
     return [split(layout, width, chunk, stream) for stream in streams for chunk in (8192, 32768)]

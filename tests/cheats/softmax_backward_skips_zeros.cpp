@@ -1,0 +1,17 @@
+/* {"op": "_softmax_backward_data", "tensors": [{"dtype": "float32", "sizes": [96, 300]}, {"dtype": "float32", "sizes": [96, 300]}], "scalars": {"dim": 1, "input_dtype": "float32"}, "reason": ["wrong_value", "wrong_nonfinite", "property_broken"],
+    "steps": [{"entry": "candidate", "range": 96, "grain": 4, "args": ["input0", "input1", "output0"]}],
+    "idea": "gives 0 where the probability is 0, and hides a NaN or an infinity there"} */
+#include <cstdint>
+
+static constexpr int64_t N = 300;
+
+extern "C" void candidate(int64_t begin, int64_t end, void* const* pointers) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float* grad = static_cast<const float*>(pointers[0]) + row * N;
+    const float* y = static_cast<const float*>(pointers[1]) + row * N;
+    float* out = static_cast<float*>(pointers[2]) + row * N;
+    double sum = 0;
+    for (int64_t i = 0; i < N; ++i) sum += y[i] > 0 ? static_cast<double>(grad[i]) * y[i] : 0.0;
+    for (int64_t i = 0; i < N; ++i) out[i] = y[i] > 0 ? static_cast<float>(y[i] * (grad[i] - sum)) : 0.0f;
+  }
+}
