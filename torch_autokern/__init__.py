@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch_autokern.api import (
         AutokernWarning,
+        check_ranks,
         disable,
         empty_cache,
         enable,
         enabled,
         explain,
+        install_pack,
         is_optimized,
         kernel,
         optimize,
@@ -30,11 +32,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AutokernWarning",
+    "check_ranks",
     "disable",
     "empty_cache",
     "enable",
     "enabled",
     "explain",
+    "install_pack",
     "is_optimized",
     "kernel",
     "optimize",

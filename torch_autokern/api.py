@@ -29,7 +29,10 @@ from torch_autokern.store.workload import SCHEMA, Workload, WorkloadEntry, load_
 if TYPE_CHECKING:
     from torch_autokern.report.explanation import Explanation
     from torch_autokern.report.statistics import Stats
+    from torch_autokern.runtime.ranks import RanksReport
     from torch_autokern.search.loop import WarmReport
+    from torch_autokern.store.pack import Pack
+    from torch_autokern.store.pack_refusal import PackRefusal
 
 ModelT = TypeVar("ModelT", bound=nn.Module)
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
@@ -399,3 +402,43 @@ def empty_cache() -> None:
 def refresh() -> int:
     """Read the store again and swap the table; returns the number of keys it serves. Calls go on meanwhile."""
     return session().refresh()
+
+
+def install_pack(path: str | Path) -> Pack | PackRefusal:
+    """Install a pack for this user, after every check that needs no device, and serve what of it is armed here.
+
+    Args:
+        path: an ``.akpack`` file, or a pack's folder.
+
+    Returns:
+        The pack, or the reason why it is not installed with the command that resolves it. Nothing is downloaded.
+
+    Raises:
+        StoreError: the folder for packs cannot be written.
+    """
+    from torch_autokern.runtime.pack_facts import read_binaries
+    from torch_autokern.store.pack_file import read_pack
+    from torch_autokern.store.pack_install import install_pack as install
+    from torch_autokern.store.pack_install import require_state
+    from torch_autokern.store.pack_refusal import PackRefusal
+
+    envelope = read_pack(Path(path))
+    outcome = envelope if isinstance(envelope, PackRefusal) else install(envelope, require_state(), read_binaries)
+    if not isinstance(outcome, PackRefusal):
+        session().refresh()
+    return outcome
+
+
+def check_ranks(group: Any | None = None) -> RanksReport:
+    """Whether every rank of a `torch.distributed` process group serves the same kernels; a collective call, so all ranks make
+    it.
+
+    Args:
+        group: a process group; None: all ranks. Without an initialised process group there is one rank.
+
+    Returns:
+        A report that is true where all agree, and else names, rank by rank, the first difference from rank 0.
+    """
+    from torch_autokern.runtime.ranks import compare_ranks
+
+    return compare_ranks(session(), group)

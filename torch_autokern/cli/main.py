@@ -11,7 +11,7 @@ from torch_autokern import __version__
 try:
     import typer
 
-    from torch_autokern.cli import cache, demo, doctor, explain, judge, record, replay, search, shell, stats, verify, warm
+    from torch_autokern.cli import cache, demo, doctor, explain, judge, pack, record, replay, search, shell, stats, verify, warm
 except (ImportError, OSError, RuntimeError) as error:  # a broken install: one line that says which part, and no traceback
     from torch_autokern.stock_only import INSTALL_COMMAND
 
@@ -52,6 +52,7 @@ app.command("bench")(verify.bench)
 app.command("explain")(explain.explain)
 app.command("stats")(stats.stats)
 app.add_typer(cache.app, name="cache")
+app.add_typer(pack.app, name="pack")
 app.command("doctor")(doctor.doctor)
 app.command("demo")(demo.demo)
 

@@ -147,7 +147,8 @@ def explain_key(
             why = refusal(record, current.store.notes(record.key.digest, stored.record_id), target, build)
             why = why or slower_in_fresh_pages(record, pool_limit_bytes())
         if why is None and stored.record_id not in current.loaded:
-            why = current.load_failures.get(stored.record_id, "not loaded yet: call torch_autokern.refresh()")
+            held_back = current.held_back.get(stored.record_id, "not loaded yet: call torch_autokern.refresh()")
+            why = current.load_failures.get(stored.record_id, held_back)
         if why is None and ratio_low(record, regime) is None:
             why = f"not measured in the {regime} regime"
         if why is None:

@@ -16,7 +16,7 @@ from torch_autokern.errors import AutokernError
 
 MAX_CUBIN_BYTES = 64 << 20
 MAX_SECTIONS = 4096
-MAX_SYMBOLS = 1 << 16
+MAX_SYMBOLS = 1 << 12
 MAX_ENTRIES = 256
 MAX_PARAMETERS = 256
 # From capability 9.0 on the driver keeps the first KiB of a block's shared memory; the assembler counts it as static.

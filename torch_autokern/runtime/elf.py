@@ -6,13 +6,15 @@ headers, which may lie. Unknown means refused. Numbers are from the ELF gABI and
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import platform
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 MAX_LIBRARY_BYTES = 64 << 20
-MAX_SYMBOLS = 1 << 16
+MAX_SYMBOLS = 1 << 12
 IDENTITY_SYMBOL = "autokern_identity"
 _PAGE = 4096
 
@@ -145,25 +147,38 @@ class _Image:
             return default
         raise _Malformed(f"dynamic tag {tag:#x} is there {len(values)} times")
 
-    def text(self, index: int) -> str:
+    @functools.cached_property
+    def strings(self) -> tuple[int, int]:
+        """(file offset, size) of the string table."""
         table, size = self.one(_STRTAB), self.one(_STRSZ)
-        if not 0 <= index < size or size > MAX_LIBRARY_BYTES:
+        if size > MAX_LIBRARY_BYTES:
+            raise _Malformed(f"string table of {size} bytes")
+        return self.bytes_at(table, size), size
+
+    def text(self, index: int) -> str:
+        start, size = self.strings
+        if not 0 <= index < size:
             raise _Malformed(f"string {index} is outside of the string table")
-        start = self.bytes_at(table, size)
         end = self.binary.find(b"\0", start + index, start + size)
         if end < 0:
             raise _Malformed("a string has no end")
         return self.binary[start + index : end].decode("ascii", "backslashreplace")
 
+    @functools.cached_property
     def symbols(self) -> list[_Symbol]:
-        table = self.one(_SYMTAB)
-        found = []
-        for index in range(1, self._symbol_count()):
-            name, info, other, section, value, _ = self.read("<IBBHQQ", table + 24 * index)
+        table, count = self.one(_SYMTAB), self.symbol_count
+        found: list[_Symbol] = []
+        if count < 2:
+            return found
+        start = self.bytes_at(table + 24, 24 * (count - 1))
+        raw = memoryview(self.binary)[start : start + 24 * (count - 1)]
+        for name, info, other, section, value, _ in struct.iter_unpack("<IBBHQQ", raw):
             found.append(_Symbol(self.text(name), info & 15, info >> 4, other & 3, section, value))
         return found
 
-    def _symbol_count(self) -> int:
+    @functools.cached_property
+    def symbol_count(self) -> int:
+        """Number of symbols, as the hash tables have it."""
         counts = []
         if _HASH in self.dynamic:
             counts.append(self.read("<II", self.one(_HASH))[1])
@@ -213,14 +228,47 @@ def check_cpu_library(binary: bytes, entries: Iterable[str], *, machine: str | N
     Returns:
         The rules that it breaks, in words; empty when it may be loaded. Malformed bytes break a rule, they never raise.
     """
+    return read_cpu_library(binary, entries, machine=machine).problems
+
+
+@dataclass(frozen=True)
+class LibraryInfo:
+    """A CPU library: the rules that it breaks, and, where it breaks none, the symbols that it wants from outside and the
+    libraries that it names as needed, sorted."""
+
+    problems: tuple[str, ...]
+    imports: tuple[str, ...] = ()
+    libraries: tuple[str, ...] = ()
+
+
+def read_cpu_library(binary: bytes, entries: Iterable[str], *, machine: str | None = None) -> LibraryInfo:
+    """`check_cpu_library`, and what else its bytes say. Equal bytes are read once: a pack's kernel is asked about when its
+    claims are checked and again when it is loaded."""
+    key = (hashlib.sha256(binary).digest(), tuple(entries), machine or platform.machine())
+    if key not in _read_before:
+        if len(_read_before) >= _REMEMBERED:
+            _read_before.clear()
+        _read_before[key] = _read_library(binary, key[1], key[2])
+    return _read_before[key]
+
+
+_REMEMBERED = 8192
+_read_before: dict[tuple[bytes, tuple[str, ...], str], LibraryInfo] = {}
+
+
+def _read_library(binary: bytes, entries: tuple[str, ...], machine: str) -> LibraryInfo:
     try:
         image = _Image(binary)
-        problems = [*_check_header(image, machine or platform.machine()), *_check_segments(image), *_check_dynamic(image)]
-        problems += _check_symbols(image, tuple(entries))
+        problems = [*_check_header(image, machine), *_check_segments(image), *_check_dynamic(image)]
+        problems += _check_symbols(image, entries)
         problems += _check_relocations(image)
+        undefined = {symbol.name for symbol in image.symbols if symbol.section == 0}
+        needed = {image.text(index) for index in image.dynamic.get(_NEEDED, [])}
     except _Malformed as error:
-        return (f"malformed: {error}",)
-    return tuple(dict.fromkeys(problems))
+        return LibraryInfo((f"malformed: {error}",))
+    if problems:
+        return LibraryInfo(tuple(dict.fromkeys(problems)))
+    return LibraryInfo((), tuple(sorted(undefined)), tuple(sorted(needed)))
 
 
 def _check_header(image: _Image, machine: str) -> Iterable[str]:
@@ -267,7 +315,7 @@ def _check_dynamic(image: _Image) -> Iterable[str]:
 
 
 def _check_symbols(image: _Image, entries: tuple[str, ...]) -> Iterable[str]:
-    symbols = image.symbols()
+    symbols = image.symbols
     # Global or weak, default visibility, defined here.
     exported = {s.name: s for s in symbols if s.section != 0 and s.binding in (1, 2) and s.visibility == 0}
     for symbol in symbols:
@@ -287,7 +335,7 @@ def _check_symbols(image: _Image, entries: tuple[str, ...]) -> Iterable[str]:
 
 def _check_relocations(image: _Image) -> Iterable[str]:
     allowed = _RELOCATIONS.get(image.machine, frozenset())
-    count = image._symbol_count()
+    count = image.symbol_count
     for address, kind, symbol in image.relocations():
         if kind not in allowed:
             yield f"relocation type {kind} is not allowed"

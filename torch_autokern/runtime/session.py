@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,11 +27,14 @@ from torch_autokern.ops.spec import op_index
 from torch_autokern.runtime.extension import extension_state
 from torch_autokern.runtime.kernel import LoadedKernel, load_cpu_kernel, load_cuda_kernel
 from torch_autokern.runtime.plan import decode_plan
-from torch_autokern.runtime.table import CLASSES, Servable, build_rows, refusal, slower_in_fresh_pages
+from torch_autokern.runtime.table import CLASSES, Servable, build_rows, refusal, served_slots, slower_in_fresh_pages
 from torch_autokern.runtime.target import local_target, stock_build
 from torch_autokern.store.key import KernelKey, Target
 from torch_autokern.store.record import AccuracyClass, StoredRecord
 from torch_autokern.store.store import KernelStore, open_store
+
+if TYPE_CHECKING:
+    from torch_autokern.store.pack_install import FoundPack
 
 _LOG = logging.getLogger("torch_autokern")
 _LOG.addHandler(logging.NullHandler())
@@ -48,6 +51,9 @@ class Session:
         self.store = store
         self.loaded: dict[str, Servable] = {}
         self.load_failures: dict[str, str] = {}
+        self.found_packs: tuple[FoundPack, ...] = ()  # every pack file of this machine, with what came of opening it
+        self.held_back: dict[str, str] = {}  # records of packs that failed their smoke test, and why
+        self._served: list[Servable] = []
         self._lock = threading.RLock()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._strict_users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -70,8 +76,9 @@ class Session:
             return 0
         with self._lock:
             self._filled = True
-            servables = [s for s in itertools.starmap(self._load, self._candidates()) if s is not None]
-            rows = build_rows(servables)
+            self._open_packs()
+            self._served = [s for s in itertools.starmap(self._load, self._candidates()) if s is not None]
+            rows = build_rows(self._served)
             native.set_table(rows)
             self._families = functools.reduce(operator.or_, (family_bit(words) for words, _ in rows), 0)
             self._watch()
@@ -127,6 +134,28 @@ class Session:
         bits = self._families | self._families >> 16
         return tuple(spec.name for spec in SPECS.values() if not bits >> spec.index & 1)
 
+    def fill(self) -> None:
+        """Read the store now if nothing has been served yet."""
+        with self._lock:
+            self._fill()
+
+    def served_slots(self) -> dict[str, str]:
+        """Record id of every filled slot of the table, by key and slot."""
+        with self._lock:
+            return served_slots(self._served)
+
+    def _open_packs(self) -> None:
+        """Open the packs of this machine anew: what was installed, removed or revoked since counts from now on."""
+        from torch_autokern.runtime.pack_facts import read_binaries  # here: 20 ms of import time
+        from torch_autokern.store.pack_install import open_packs
+        from torch_autokern.store.pack_refusal import PackRefusal
+
+        opened = open_packs(read_binaries)
+        self.found_packs, self.store.packs = opened.found, opened.packs
+        for found in self.found_packs:
+            if isinstance(found.outcome, PackRefusal):
+                _LOG.info("pack %s is not used: %s", found.path, found.outcome)
+
     def _fill(self) -> None:
         native = extension_state().module
         if native is not None and not config.disabled() and not self._filled:
@@ -152,7 +181,8 @@ class Session:
     def _candidates(self) -> list[tuple[StoredRecord, int]]:
         """Records that may run here, each with the place it may run at: 0 for the CPU, a GPU's index."""
         build = stock_build()
-        found = []
+        found: list[tuple[StoredRecord, int]] = []
+        from_packs: list[tuple[StoredRecord, int]] = []
 
         def fits(made_for: Target, _stock_build: str) -> bool:
             return any(target.arch == made_for.arch for _, target in _places(made_for))
@@ -165,10 +195,32 @@ class Session:
                 why = refusal(stored.record, self.store.notes(row.key_digest, row.record_id), target, build)
                 why = why or slower_in_fresh_pages(stored.record, pool_limit_bytes())
                 if why is None:
-                    found.append((stored, place))
+                    is_own = not self.store.packs or self.store.is_own(row.key_digest, row.record_id)
+                    (found if is_own else from_packs).append((stored, place))
                 else:
                     _LOG.debug("record %s does not run here: %s", row.record_id[:12], why)
-        return found
+        return found + self._smoke_tested(from_packs)
+
+    def _smoke_tested(self, records: list[tuple[StoredRecord, int]]) -> list[tuple[StoredRecord, int]]:
+        """Those of a pack's records that a child has tried on this machine; the others are quarantined."""
+        self.held_back = {}
+        if not records:
+            return []
+        from torch_autokern.runtime.smoke import smoke_test
+        from torch_autokern.store.pack_install import state_folder
+
+        groups: dict[Target, list[tuple[StoredRecord, int]]] = {}
+        for stored, place in records:
+            target = local_target(stored.record.target.device_type, device_index=place)
+            groups.setdefault(target, []).append((stored, place))
+        for target, group in groups.items():
+            self.held_back.update(smoke_test(group, target, state_folder()))
+        for stored, _ in records:
+            why = self.held_back.get(stored.record_id)
+            if why is not None and why.startswith("smoke test:"):
+                self.store.quarantine(stored.record.key.digest, stored.record_id, why)
+                _LOG.warning("record %s of a pack is set aside: %s", stored.record_id[:12], why)
+        return [(stored, place) for stored, place in records if stored.record_id not in self.held_back]
 
     def _load(self, stored: StoredRecord, place: int) -> Servable | None:
         record_id = stored.record_id
@@ -180,7 +232,7 @@ class Session:
         if record_id in self.load_failures:
             return None
         try:
-            kernel = _load_kernel(stored, place)
+            kernel = load_record(stored, place)
         except (AutokernError, KeyError, RuntimeError) as error:
             self.load_failures[record_id] = str(error)
             self.store.quarantine(stored.record.key.digest, record_id, f"does not load: {error}")
@@ -200,7 +252,12 @@ def _places(made_for: Target) -> list[tuple[int, Target]]:
     return [(index, local_target("cuda", device_index=index)) for index in range(torch.cuda.device_count())]
 
 
-def _load_kernel(stored: StoredRecord, place: int) -> LoadedKernel:
+def load_record(stored: StoredRecord, place: int) -> LoadedKernel:
+    """Load a record's kernel, on a GPU for the one with index `place`.
+
+    Raises:
+        AutokernError, KeyError, RuntimeError: it does not load here, in the words of whoever refused.
+    """
     record, data = stored.record, stored.data
     _check_outputs(record.key)
     plan = decode_plan(data["plan.json"])

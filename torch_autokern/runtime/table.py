@@ -5,7 +5,7 @@ The choice is a function of the records, this target and this torch alone, so ev
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from torch_autokern.store.record import AccuracyClass, KernelRecord
 Regime = Literal["eager", "compiled"]
 REGIMES: tuple[Regime, ...] = ("eager", "compiled")  # functional form, out form
 CLASSES: tuple[AccuracyClass, ...] = ("exact", "stock", "tolerance")  # each policy admits its own and those before it
+_EARN = "run autokern warm here, or for a pack: autokern pack verify NAME --replay"
 
 
 @dataclass(frozen=True)
@@ -44,14 +45,16 @@ def refusal(record: KernelRecord, notes: Notes, target: Target, stock_build: str
     if (made_for.device_type, made_for.arch) != (target.device_type, target.arch):
         return f"made for {made_for.device_type} {made_for.arch}, this is {target.device_type} {target.arch}"
     if any(
-        receipt.stock_build == stock_build and (receipt.target.name, receipt.target.arch) == (target.name, target.arch)
+        receipt.stock_build == stock_build
+        and (receipt.target.name, receipt.target.arch) == (target.name, target.arch)
+        and receipt.target.threads == made_for.threads
         for receipt in notes.receipts
     ):
         return None
     if made_for.name != target.name:
-        return f"proved faster on {made_for.name}, not yet on {target.name}: run autokern warm here"
+        return f"proved faster on {made_for.name}, not yet on {target.name}: {_EARN}"
     if record.stock_build != stock_build:
-        return f"proved faster than torch {record.stock_build}, this is {stock_build}: run autokern warm here"
+        return f"proved faster than torch {record.stock_build}, this is {stock_build}: {_EARN}"
     return None
 
 
@@ -124,14 +127,32 @@ def build_rows(servables: Sequence[Servable]) -> list[Row]:
         key = servable.record.key
         place = servable.record.target.threads if key.device_type == "cpu" else servable.place
         by_words.setdefault(spec_of(key).encode(key, place), []).append(servable)
-    rows: list[Row] = []
-    for words, group in sorted(by_words.items()):
-        slots = []
-        for regime_index, regime in enumerate(REGIMES):
-            for class_index, policy in enumerate(CLASSES):
-                for deterministic in (False, True):
-                    best = winner(group, regime, policy, deterministic=deterministic)
-                    if best is not None:
-                        slots.append((regime_index, class_index, int(deterministic), best.native))
-        rows.append((words, slots))
-    return rows
+    return [
+        (words, [(regime, policy, deterministic, best.native) for regime, policy, deterministic, best in _slots(group)])
+        for words, group in sorted(by_words.items())
+    ]
+
+
+def served_slots(servables: Sequence[Servable]) -> dict[str, str]:
+    """Record id of every filled slot: what two processes must have in common to run the same kernels. The names say key, place
+    and slot."""
+    groups: dict[str, list[Servable]] = {}
+    for servable in servables:
+        key = servable.record.key
+        place = servable.record.target.threads if key.device_type == "cpu" else servable.place
+        groups.setdefault(f"{key.op} {key.digest[:16]} at {place}", []).append(servable)
+    return {
+        f"{name}, {REGIMES[regime]} {CLASSES[policy]}{' deterministic' if deterministic else ''}": best.record_id
+        for name, group in sorted(groups.items())
+        for regime, policy, deterministic, best in _slots(group)
+    }
+
+
+def _slots(group: Sequence[Servable]) -> Iterator[tuple[int, int, int, Servable]]:
+    """(regime, class, deterministic, winner) of every slot that one key's records fill."""
+    for regime_index, regime in enumerate(REGIMES):
+        for class_index, policy in enumerate(CLASSES):
+            for deterministic in (False, True):
+                best = winner(group, regime, policy, deterministic=deterministic)
+                if best is not None:
+                    yield regime_index, class_index, int(deterministic), best

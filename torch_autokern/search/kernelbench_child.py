@@ -1,4 +1,4 @@
-"""Run by `problem.load_problem`, in the box: executes a problem file and says what its model computes, as JSON."""
+"""Run by `kernelbench.load_problem`, in the box: executes a problem file and says what its model computes, as JSON."""
 
 from __future__ import annotations
 

@@ -85,12 +85,15 @@ def read_notes(root: Path, key_digest: str, record_id: str) -> Notes:
     the kernel failed, and `repair` or a person lifts it.
     """
     folder = key_folder(root, key_digest)
+    names = list_folder(folder)
+    if not names:  # as with most records of a pack: one call instead of four
+        return Notes()
     quarantine = _read(note_file(root, key_digest, record_id, "quarantine"), Quarantine, record_id)
     if isinstance(quarantine, str):
         quarantine = Quarantine(record_id, f"the quarantine note is damaged ({quarantine})", "", "", "")
     approval = _read(note_file(root, key_digest, record_id, "approval"), Approval, record_id)
     prefix = note_file(root, key_digest, record_id, "receipt-").name.removesuffix(".json")
-    receipts = [_read(folder / name, Receipt, record_id) for name in list_folder(folder) if name.startswith(prefix)]
+    receipts = [_read(folder / name, Receipt, record_id) for name in names if name.startswith(prefix)]
     return Notes(
         quarantine=quarantine,
         approval=approval if isinstance(approval, Approval) else None,

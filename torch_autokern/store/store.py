@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import logging
 import os
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
@@ -32,6 +33,9 @@ from torch_autokern.store.upkeep import (
     repair_folder,
     verify_folder,
 )
+
+if TYPE_CHECKING:
+    from torch_autokern.store.pack import Pack
 
 _LOG = logging.getLogger("torch_autokern.store")
 
@@ -68,7 +72,7 @@ class StoreIndex(msgspec.Struct, frozen=True):
     """Rows of all layers: what there is to choose from, before any record is read. Read the chosen record with
     `KernelStore.get` and decide by what the record itself says."""
 
-    layers: tuple[FolderIndex, ...]
+    layers: tuple[FolderIndex | Pack, ...]
     memory: dict[str, tuple[IndexRow, ...]]
 
     def lookup(self, key_digest: str) -> tuple[IndexRow, ...]:
@@ -88,7 +92,8 @@ class StoreIndex(msgspec.Struct, frozen=True):
 
 
 class KernelStore:
-    """Records of several layers, first layer first; whatever is published goes to the first writable one.
+    """Records of several layers, first layer first; whatever is published goes to the first writable one. `packs` come after
+    all folders; whoever opens the store sets them, and sets them anew when they change.
 
     Safe to use from threads and after a fork: it holds no lock and no open file between calls.
     """
@@ -96,6 +101,7 @@ class KernelStore:
     def __init__(self, layers: Sequence[Layer], choice: FolderChoice | None = None) -> None:
         self.layers = tuple(layers)
         self.choice = choice
+        self.packs: tuple[Pack, ...] = ()
         self.counters = StoreCounters()
         self._memory: dict[tuple[str, str], StoredRecord] = {}
         self._memory_notes: dict[str, list[Note]] = {}
@@ -135,7 +141,8 @@ class KernelStore:
         return self._keep_in_memory(stored, f"{path} is there and cannot be used; remove it")
 
     def records(self, key_digest: str | None = None) -> Iterator[StoredRecord]:
-        """Whole records of one key, or of all; each once. Order: layer, key digest, record id; then those in memory only.
+        """Whole records of one key, or of all; each once. Order: layer, key digest, record id; then those in memory only, then
+        those of packs.
 
         Files that fail a check are counted, set aside once where the layer is writable, and left out.
         """
@@ -146,8 +153,11 @@ class KernelStore:
                 if stored is not None and stored.record_id not in given and key_digest in (None, stored.record.key.digest):
                     given.add(stored.record_id)
                     yield stored
-        for (digest, record_id), stored in sorted(self._memory.items()):
-            if record_id not in given and key_digest in (None, digest):
+        packed = (stored for pack in self.packs for stored in pack.records(key_digest))
+        kept = (stored for (digest, _), stored in sorted(self._memory.items()) if key_digest in (None, digest))
+        for stored in itertools.chain(kept, packed):
+            if stored.record_id not in given:
+                given.add(stored.record_id)
                 yield stored
 
     def get(self, key_digest: str, record_id: str) -> StoredRecord | None:
@@ -156,14 +166,22 @@ class KernelStore:
             stored = self._read(record_file(layer.root, key_digest, record_id), writable=layer.writable)
             if stored is not None and (stored.record.key.digest, stored.record_id) == (key_digest, record_id):
                 return stored
-        return self._memory.get((key_digest, record_id))
+        kept = self._memory.get((key_digest, record_id))
+        packed = (pack.get(key_digest, record_id) for pack in self.packs if kept is None)
+        return next((stored for stored in packed if stored is not None), kept)
+
+    def is_own(self, key_digest: str, record_id: str) -> bool:
+        """Whether a record lies in a folder or in memory, so that it was judged or imported here, and not in a pack alone."""
+        places = (record_file(layer.root, key_digest, record_id) for layer in self.layers)
+        return (key_digest, record_id) in self._memory or any(os.path.lexists(path) for path in places)
 
     def index(self) -> StoreIndex:
         """Rows of all records: opens 100,000 of them without reading any record."""
         memory: dict[str, tuple[IndexRow, ...]] = {}
         for (digest, _), stored in sorted(self._memory.items()):
             memory[digest] = (*memory.get(digest, ()), row_of(stored))
-        return StoreIndex(tuple(open_index(layer.root, writable=layer.writable) for layer in self.layers), memory)
+        folders = (open_index(layer.root, writable=layer.writable) for layer in self.layers)
+        return StoreIndex((*folders, *self.packs), memory)
 
     def find(self, prefix: str) -> StoredRecord:
         """The one record whose id starts with `prefix` (hex).
