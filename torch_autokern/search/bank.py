@@ -76,7 +76,10 @@ class Bank:
 
     def _worth_keeping(self, key_digest: str, record_id: str) -> StoredRecord | None:
         stored = self._store.get(key_digest, record_id)
-        return None if stored is None or stored.record.provenance.template else stored
+        if stored is None or stored.record.provenance.template:
+            return None
+        word = self._store.notes(key_digest, record_id).approval
+        return stored if word is None or word.approved else None  # what a person turned down is no example
 
 
 def _distance(stored: StoredRecord, brief: Brief) -> tuple[float, ...]:

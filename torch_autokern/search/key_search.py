@@ -204,7 +204,8 @@ class KeySearch:
             record, notes = stored.record, self.parent.store.notes(self.key.digest, stored.record_id)
             origin = record.provenance
             is_it = origin.candidate_id == name or origin.source_sha256 == source
-            if is_it and record.target == self.target and notes.quarantine is None:
+            turned_down = notes.quarantine is not None or (notes.approval is not None and not notes.approval.approved)
+            if is_it and record.target == self.target and not turned_down:
                 digest = hashlib.sha256(stored.data.get(BINARY_BLOBS[self.key.device_type], b"")).hexdigest()
                 parts = origin.candidate_id, origin.tools, origin.box_level, digest
                 return Proof(record.verdict, stored.record_id, origin.created, record.stock_build, *parts)
