@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from torch_autokern.errors import InvalidInputError
-from torch_autokern.report.html_charts import log_scale, outcome_label, rounds_chart, tree_chart
+from torch_autokern.report.html_charts import log_scale, mended, outcome_label, rounds_chart, tree_chart
 from torch_autokern.report.html_run import RunStory, tell_run
 from torch_autokern.report.html_store import StoreStory, is_store, tell_store
 from torch_autokern.report.measurement import Measurement, geometric_mean, load_measurement
@@ -51,7 +51,7 @@ def page(story: Story, name: str = "") -> str:
     """A story's page: the same text whenever it is made. `name` is a measurement's title.
 
     Raises:
-        InvalidInputError: a measurement without a row.
+        InvalidInputError: a measurement without a row, or with a time or ratio of 0 or less.
     """
     if isinstance(story, RunStory):
         return _environment().get_template("run.html.j2").render(story=story)
@@ -59,6 +59,9 @@ def page(story: Story, name: str = "") -> str:
         return _environment().get_template("store.html.j2").render(story=story)
     if not story.rows:
         raise InvalidInputError("the measurement has no row: there is nothing to draw")
+    for row in story.rows:
+        if min(row.stock_ms, row.autokern_ms, row.ratio, row.ratio_low) <= 0:
+            raise InvalidInputError(f"case {row.case!r} has a time or a ratio that is not above 0: it was not measured")
     return _environment().get_template("measurement.html.j2").render(story=story, name=name)
 
 
@@ -91,7 +94,7 @@ def _environment() -> Environment:
     )  # fmt: skip
     environment.globals.update(
         rounds_chart=rounds_chart, tree_chart=tree_chart, log_scale=log_scale, outcome_label=outcome_label,
-        geometric_mean=geometric_mean,
+        geometric_mean=geometric_mean, mended=mended,
     )  # fmt: skip
     return environment
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from torch_autokern.report.html_run import Attempt, Fate, KeyTold
+from torch_autokern.report.html_run import Attempt, Fate, KeyTold, RoundTold
 
 # Of a column of the tree, so that a run of thousands of kernels still gives a page; what is left out is said.
 MOST_DOTS = 40
@@ -158,6 +158,16 @@ def outcome_label(one: Attempt) -> str:
 def _title(one: Attempt) -> str:
     words = f"{one.node}: {outcome_label(one)}\n{one.words}"
     return words if len(words) <= 400 else f"{words[:400]}..."
+
+
+def mended(told: RoundTold) -> dict[str, list[Attempt]]:
+    """A round's mended kernels by the node that each of them mends."""
+    found: dict[str, list[Attempt]] = {}
+    for idea in told.ideas:
+        for one in idea.attempts:
+            if one.repairs:
+                found.setdefault(one.repairs, []).append(one)
+    return found
 
 
 def rounds_chart(key: KeyTold, goal: float = 0.0) -> RoundsChart | None:

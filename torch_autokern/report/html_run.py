@@ -5,6 +5,7 @@ Only the folder is read; nothing is built, judged or asked for, so a run that is
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Literal
@@ -27,6 +28,7 @@ from torch_autokern.store.workload import Workload, WorkloadEntry
 # dropped: not built. waiting: the run ended or stands before it.
 Fate = Literal["proved", "screened", "refused", "failed", "dropped", "waiting"]
 MOST_SOURCE_CHARS = 200_000
+_ROUND = re.compile(r"k(\d{1,9})\.r(\d{1,9})\.")
 
 
 class Attempt(msgspec.Struct, frozen=True):
@@ -147,8 +149,11 @@ def tell_run(run: Run) -> RunStory:
     """Read a run's journal, and the sources of its proved kernels.
 
     Raises:
-        RunError: a change of its limits cannot be read.
+        RunError: a change of its limits cannot be read, or a proof has no time.
     """
+    for node in run.every(Outcome):
+        if node.proved is not None and not node.proved.verdict.timings:
+            raise RunError(f"{node.id} is proved without a time: no version of this program wrote that; the journal is not whole")
     keys = tuple(_key(run, place, entry) for place, entry in enumerate(_entries(run.manifest.workload)))
     attempts = [one for key in keys for told in key.rounds for idea in told.ideas for one in idea.attempts]
     accuracy = run.manifest.accuracy
@@ -209,18 +214,22 @@ def _rounds(
 ) -> tuple[RoundTold, ...]:
     ideas: dict[int, list[Idea]] = {}
     for idea in run.every(Idea):
-        if idea.id.startswith(f"k{place}.r"):
-            ideas.setdefault(_round_of(idea.id), []).append(idea)
+        if number := _round_of(idea.id, place):
+            ideas.setdefault(number, []).append(idea)
+    known = {idea.id for mine in ideas.values() for idea in mine}
     kernels: dict[str, list[Attempt]] = {}
     for node in offered:
+        if node.idea not in known and (number := _round_of(node.id, place)):  # its own line was damaged: nothing is hidden for it
+            known.add(node.idea)
+            ideas.setdefault(number, []).append(Idea(node.idea, node.at, node.words, "", node.author))
         kernels.setdefault(node.idea, []).append(_attempt(node, outcomes, named))
     ends = {node.round: node for node in run.every(RoundEnd) if node.key == place}
     lessons: dict[int, list[str]] = {}
     for lesson in run.every(Lesson):
-        if lesson.id.startswith(f"k{place}.r"):
-            lessons.setdefault(_round_of(lesson.id), []).append(lesson.text)
+        if number := _round_of(lesson.id, place):
+            lessons.setdefault(number, []).append(lesson.text)
     told, best = [], 0.0
-    for number in range(1, max((*ideas, *ends), default=0) + 1):
+    for number in sorted({*ideas, *ends, *lessons}):
         end = ends.get(number)
         best = end.best_ratio if end is not None else best
         told.append(RoundTold(
@@ -306,6 +315,7 @@ def _reasons(attempts: Sequence[Attempt]) -> tuple[ReasonTold, ...]:
     return tuple(sorted(told, key=lambda one: (-len(one.attempts), one.reason)))
 
 
-def _round_of(node_id: str) -> int:
-    """From "k0.r2.llm.i1"."""
-    return int(node_id.split(".")[1][1:])
+def _round_of(node_id: str, place: int) -> int:
+    """The round of a key's node, 2 of "k0.r2.llm.i1"; 0 where it is another's."""
+    found = _ROUND.match(node_id)
+    return int(found[2]) if found is not None and int(found[1]) == place else 0

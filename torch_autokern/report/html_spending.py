@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from itertools import pairwise
 
 import msgspec
 
@@ -21,7 +20,7 @@ from torch_autokern.search.nodes import (
 )
 from torch_autokern.search.run import Run
 
-_ROUND = re.compile(r"k(\d+)\.r(\d+)\.")
+_ROUND = re.compile(r"k\d{1,9}\.r\d{1,9}\.")
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -98,10 +97,12 @@ class PersonTold(msgspec.Struct, frozen=True):
 def spending(run: Run) -> Spending:
     """Add up the journal."""
     seconds: dict[str, float] = {}
-    for before, node in pairwise([None, *run.nodes]):
-        assert node is not None
+    clock = 0.0
+    for node in run.nodes:
         name = _activity(node)
-        seconds[name] = seconds.get(name, 0.0) + max(0.0, node.at - (before.at if before is not None else 0.0))
+        # Threads write side by side: a node may stand after one that is a moment later.
+        seconds[name] = seconds.get(name, 0.0) + max(0.0, node.at - clock)
+        clock = max(clock, node.at)
     parts = sorted((Part(name, total) for name, total in seconds.items() if total > 0), key=lambda part: -part.seconds)
     rows: dict[tuple[str, str], list[Reply]] = {}
     for reply in run.every(Reply):
