@@ -36,10 +36,20 @@ def proof(ratio: float, words: str = "") -> Proof:
     timing = Timing("eager", "resident", 100.0, 100.0 / ratio, ratio, ratio - 0.1, ratio + 0.1, 40, 3)
     family = FamilyError("normal" + words, (1, 2), 1e-8, 2e-8, 4e-8, 1e-7, 3e-7, 6e-7)
     verdict = Verdict(
-        "stock", 0.0, 0.0, "run_to_run", (family,), {"zeros" + words: words}, {"layout" + words: words}, (timing,), JUDGE_VERSION
+        "stock",
+        0.0,
+        0.0,
+        "run_to_run",
+        (family,),
+        {"zeros" + words: words},
+        {"layout" + words: words},
+        (timing,),
+        JUDGE_VERSION,
     )
     digest = f"{ratio:.2f}".encode().hex().ljust(64, "0")
-    return Proof(verdict, digest, "2026-01-01T00:00:00Z", "2.13" + words, "id", {"compiler" + words: words}, "box" + words, digest)
+    return Proof(
+        verdict, digest, "2026-01-01T00:00:00Z", "2.13" + words, "id", {"compiler" + words: words}, "box" + words, digest
+    )
 
 
 def told_run(folder: Path, words: str = "plain words", source: str = "int f;") -> Run:

@@ -33,7 +33,8 @@ from torch_autokern.store.store import open_store
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 HOSTILE = (
     "</title></style></pre></svg><script>document.title='owned'</script><img src=x onerror=alert(1)>"
-    "\" onmouseover=\"alert(2)\" ' autofocus onfocus='alert(3) {{ 7*7 }} {% raw %} <!-- javascript:alert(4) \u202ednuor\u200b\x1b[31m\x00"
+    '" onmouseover="alert(2)" \' autofocus onfocus=\'alert(3) {{ 7*7 }} {% raw %} <!-- '
+    "javascript:alert(4) \u202ednuor\u200b\x1b[31m\x00"
 )
 
 
@@ -61,7 +62,7 @@ def test_recorded_example_is_told_as_its_journal_has_it() -> None:
     attempts = {one.node: one for told in key.rounds for idea in told.ideas for one in idea.attempts}
     assert attempts.keys() == {node.id for node in offered}
     assert {node for node, one in attempts.items() if one.fate == "proved"} == proved.keys()
-    assert [winner.node for winner in key.winners][0] == run.every(RoundEnd)[-1].best
+    assert key.winners[0].node == run.every(RoundEnd)[-1].best
     assert key.best_ratio == run.every(RoundEnd)[-1].best_ratio
     assert key.limit_share == pytest.approx(run.every(RoundEnd)[-1].limit_share)
     assert [told.best_ratio for told in key.rounds] == [node.best_ratio for node in run.every(RoundEnd)]
@@ -78,7 +79,9 @@ def test_a_page_is_whole_alone_and_the_same_twice() -> None:
     assert text == page(told(EXAMPLE))
     found = read_page(text)
     assert len(found.ids) == len(set(found.ids))
-    assert all(link.startswith("#") and link[1:] in found.ids for link in found.links), "a link leaves the page, or leads nowhere"
+    assert all(link.startswith("#") and link[1:] in found.ids for link in found.links), (
+        "a link leaves the page, or leads nowhere"
+    )
     assert {tag for tag, _ in found.tags}.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "form", "base"})
     assert "url(" not in text and "@import" not in text and "default-src 'none'" in text
     assert {node.id for node in open_run(EXAMPLE, replaying=True).every(Offered)} <= set(found.ids)
@@ -167,7 +170,9 @@ def test_ten_thousand_kernels_give_a_page(tmp_path: Path) -> None:
     run = told_run(tmp_path / "run")
     for number in range(10_000):
         name = f"k0.r3.llm.i{number}"
-        run.nodes.append(Offered(f"{name}.c0", 50.0, name, f"{number:064x}", "cpp", "", "", "words", "llm", parents=("d" * 64,)))
+        run.nodes.append(
+            Offered(f"{name}.c0", 50.0, name, f"{number:064x}", "cpp", "", "", "words", "llm", parents=("d" * 64,))
+        )
         run.nodes.append(Outcome(f"{name}.c0", 50.0, "screen", refused=Refusal(Reason.HUNG, "it hung")))
     story = tell_run(run)
     assert story.counts["refused"] == 10_002
@@ -180,13 +185,14 @@ def test_tree_joins_what_grew_from_what_and_marks_the_winners_path(tmp_path: Pat
     told_run(tmp_path / "run")
     (key,) = told(tmp_path / "run").keys
     chart = tree_chart(key)
+    assert {dot.node: dot.label for dot in chart.dots}["k0.r1.llm.i0.c0.f0"] == "not faster"
     assert len(chart.dots) == 5 and len(chart.edges) == 2 and chart.hidden == 0
     assert {dot.node for dot in chart.dots if dot.on_path} == {"k0.r1.templates.i0.c0", "k0.r2.llm.i0.c0"}
     assert [edge.on_path for edge in chart.edges] == [False, True]
     speed = rounds_chart(key, goal=2.0)
     assert speed is not None and [line.kind for line in speed.marks] == ["stock", "limit", "goal"]
     heights = {dot.node: dot.y for dot in speed.dots}
-    assert heights["k0.r2.llm.i0.c0"] < heights["k0.r1.templates.i0.c0"], "faster stands higher"
+    assert heights["k0.r2.llm.i0.c0"] < heights["k0.r1.templates.i0.c0"] < heights["k0.r1.llm.i0.c0.f0"], "faster is higher"
 
 
 def test_scale_holds_everything_it_was_given() -> None:
@@ -275,6 +281,19 @@ def test_what_cannot_be_told_is_one_clear_error(what: str, tmp_path: Path) -> No
 def test_page_that_cannot_be_written_is_said_before_the_work(tmp_path: Path) -> None:
     with pytest.raises(InvalidInputError, match="cannot write"):
         shell("report", str(tmp_path / "nothing"), "-o", str(tmp_path / "no" / "page.html"))
+
+
+def test_a_journal_that_no_search_wrote_still_gives_a_page(tmp_path: Path) -> None:
+    run = told_run(tmp_path / "run")
+    run.add(msgspec.structs.replace(run.every(Offered)[0], repairs="k0.r1.templates.i0.c0"))  # twice, and mending itself
+    for number in range(2000):  # a chain far deeper than any search makes
+        mends = f"k0.r3.llm.i0.c{number - 1}" if number else "k0.r3.llm.i0.gone"
+        run.add(Offered(f"k0.r3.llm.i0.c{number}", 50.0, "k0.r3.lost", "9" * 64, "cpp", "", "", "words", "llm", repairs=mends))
+    run.add(RoundEnd("k0.r", 51.0, 0, 10**12, 3.0, "", 0.6))
+    run.add(RoundEnd("k7.r1", 51.0, 7, 1, 3.0, "", 0.6))
+    found = read_page(page(told(tmp_path / "run")))
+    assert len(found.ids) == len(set(found.ids)) and "that the journal does not hold" in found.text
+    assert "k0.r3.llm.i0.c1999" in found.text
 
 
 def test_proof_without_a_time_is_no_run_of_ours(tmp_path: Path) -> None:

@@ -14,13 +14,13 @@ from torch_autokern.errors import InvalidInputError
 
 def report(
     what: Annotated[
-        Path | None, typer.Argument(metavar="RUN|STORE|FILE", help="A run, a store, or a measurement's JSON. Default: your store.")
+        Path | None, typer.Argument(metavar="RUN|STORE|FILE", help="A run, a store or a measurement; by default your store.")
     ] = None,
     out: Annotated[Path, typer.Option("--out", "-o", metavar="FILE", help="The page.")] = Path("report.html"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print what the page shows as one JSON value; write no page.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print what the page shows as one JSON value instead.")] = False,
 ) -> None:
-    """Write a page about a run: ideas with outcomes, speed over rounds, share of the limit, accuracy beside stock, where time and
-    tokens went, what people said and what came of it, what was refused, and each winner's source and evidence.
+    """Write a page about a run: ideas with outcomes, speed over rounds, share of the limit, accuracy beside stock, where time
+    and tokens went, what people said and what came of it, what was refused, and each winner's source and evidence.
 
     Only the folder is read: a run that is under way, or on another machine's disk, will do.
     """

@@ -109,9 +109,11 @@ def tree_chart(key: KeyTold) -> TreeChart:
     for one in by_name.values():
         source = one.repairs or next(iter(one.parents), "")
         if source in places:
-            edges.append(Edge(_curve(places[source], places[one.node]), {source, one.node} <= path))
+            width = 16.0 + 6.4 * len(outcome_label(by_name[source]))
+            edges.append(Edge(_curve(places[source], places[one.node], width), {source, one.node} <= path))
     dots = tuple(
-        Dot(*places[one.node], one.fate, one.node, outcome_label(one), _title(one), one.node in path) for one in by_name.values()
+        Dot(*places[one.node], one.fate, one.node, outcome_label(one), _title(one), one.node in path)
+        for one in by_name.values()
     )
     columns = tuple((float(_LEFT + _COLUMN * place), f"round {number}") for place, number in enumerate(attempts))
     height = _TOP + _ROW * max((len(mine) for mine in attempts.values()), default=0)
@@ -133,13 +135,12 @@ def _ancestors(by_name: dict[str, Attempt], node: str) -> set[str]:
     return path
 
 
-def _curve(start: tuple[float, float], end: tuple[float, float]) -> str:
-    """Out to the right and in from the left; within a column along its left side."""
+def _curve(start: tuple[float, float], end: tuple[float, float], width: float) -> str:
+    """From behind a label of that width in to the left of the next mark; within a column along its left side."""
     (x0, y0), (x1, y1) = start, end
     if x0 == x1:
         return f"M{x0 - 7:.0f} {y0:.0f} C{x0 - 20:.0f} {y0:.0f} {x1 - 20:.0f} {y1:.0f} {x1 - 7:.0f} {y1:.0f}"
-    # From behind the label, so that lines and words do not meet more than they must.
-    x0 += 112
+    x0 = min(x0 + width, x1 - 40)
     middle = (x0 + x1) / 2
     return f"M{x0:.0f} {y0:.0f} C{middle:.0f} {y0:.0f} {middle:.0f} {y1:.0f} {x1 - 7:.0f} {y1:.0f}"
 
@@ -161,12 +162,14 @@ def _title(one: Attempt) -> str:
 
 
 def mended(told: RoundTold) -> dict[str, list[Attempt]]:
-    """A round's mended kernels by the node that each of them mends."""
+    """A round's mended kernels by the node that was mended first; "" for those whose first node is not in the journal."""
+    attempts = {one.node: one for idea in told.ideas for one in idea.attempts}
+    first = {node: "" if one.repairs else node for node, one in attempts.items()}
     found: dict[str, list[Attempt]] = {}
-    for idea in told.ideas:
-        for one in idea.attempts:
-            if one.repairs:
-                found.setdefault(one.repairs, []).append(one)
+    for one in attempts.values():
+        if one.repairs:
+            first[one.node] = first.get(one.repairs, "")  # what is mended stands before what mends it
+            found.setdefault(first[one.node], []).append(one)
     return found
 
 
@@ -196,10 +199,11 @@ def rounds_chart(key: KeyTold, goal: float = 0.0) -> RoundsChart | None:
     width = inner_width / len(rounds)
     best = " ".join(f"{'L' if place else 'M'}{x - width:.1f} {y:.1f} L{x:.1f} {y:.1f}" for place, (x, y) in enumerate(steps))
     known = ((1.0, "stock", "stock"), (limit, "measured limit", "limit"), (goal, "goal", "goal"))
+    marks = [(value, label if kind == "stock" else f"{label}, {value:.3g}x", kind) for value, label, kind in known if value]
     return RoundsChart(
         _PLOT_WIDTH, _PLOT_HEIGHT, _MARGIN, _PLOT_WIDTH - _RIGHT,
         tuple((across(number), f"round {number}") for number in rounds),
         tuple(Line(up(tick), f"{tick:g}x", "grid") for tick in scale.ticks),
-        tuple(Line(up(value), f"{label}, {value:.3g}x" if value != 1 else label, kind) for value, label, kind in known if value),
+        tuple(Line(up(value), label, kind) for value, label, kind in marks),
         best, tuple(dots),
     )  # fmt: skip

@@ -13,12 +13,12 @@ from typing import Literal
 import msgspec
 
 from torch_autokern.errors import RunError
-from torch_autokern.judge.outcome import Refusal
-from torch_autokern.search.outcome import describe_key
+from torch_autokern.judge.outcome import Reason, Refusal
 from torch_autokern.report.html_spending import PersonTold, Spending, people, spending
 from torch_autokern.search.limits import effective
 from torch_autokern.search.manifest import Ask, Ceiling
-from torch_autokern.search.nodes import Failure, Idea, Lesson, Measured, Offered, Outcome, Proof, RoundEnd, Stop
+from torch_autokern.search.nodes import Failure, Idea, Lesson, Measured, Offered, Outcome, Proof, RoundEnd, Stage, Stop
+from torch_autokern.search.outcome import describe_key
 from torch_autokern.search.run import Run
 from torch_autokern.store.key import KernelKey, Target
 from torch_autokern.store.record import Verdict
@@ -28,12 +28,14 @@ from torch_autokern.store.workload import Workload, WorkloadEntry
 # dropped: not built. waiting: the run ended or stands before it.
 Fate = Literal["proved", "screened", "refused", "failed", "dropped", "waiting"]
 MOST_SOURCE_CHARS = 200_000
+Outcomes = dict[tuple[str, Stage], Outcome]
 _ROUND = re.compile(r"k(\d{1,9})\.r(\d{1,9})\.")
 
 
 class Attempt(msgspec.Struct, frozen=True):
-    """A candidate and what came of it. `ratio` is stock's time over its own with its 99 % interval, 0 where it was not timed;
-    `reason` and `message` are the judge's, or why it was dropped; `parents` and `repairs` are node ids."""
+    """A candidate and what came of it. `ratio` is stock's time over its own with its 99 % interval, 0 where it was not timed
+    (the interval also where only the ratio is known). `reason` and `message` are the judge's, or why it was dropped; `parents`
+    and `repairs` are node ids."""
 
     node: str
     fate: Fate
@@ -153,7 +155,7 @@ def tell_run(run: Run) -> RunStory:
     """
     for node in run.every(Outcome):
         if node.proved is not None and not node.proved.verdict.timings:
-            raise RunError(f"{node.id} is proved without a time: no version of this program wrote that; the journal is not whole")
+            raise RunError(f"{node.id} is proved without a time: the journal is not whole, or no search wrote it")
     keys = tuple(_key(run, place, entry) for place, entry in enumerate(_entries(run.manifest.workload)))
     attempts = [one for key in keys for told in key.rounds for idea in told.ideas for one in idea.attempts]
     accuracy = run.manifest.accuracy
@@ -181,7 +183,8 @@ def _entries(workload: Workload) -> list[WorkloadEntry]:
 
 def _key(run: Run, place: int, entry: WorkloadEntry) -> KeyTold:
     prefix = f"k{place}."
-    offered = [node for node in run.every(Offered) if node.id.startswith(prefix)]
+    # By id: a journal from elsewhere may name one twice, and an id stands once on a page.
+    offered = list({node.id: node for node in run.every(Offered) if node.id.startswith(prefix)}.values())
     named = {node.candidate_id: node.id for node in reversed(offered)}
     outcomes = {(node.id, node.stage): node for node in run.every(Outcome) if node.id.startswith(prefix)}
     measured = run.known(Measured, f"k{place}.ceiling")
@@ -210,16 +213,17 @@ def _key(run: Run, place: int, entry: WorkloadEntry) -> KeyTold:
 
 
 def _rounds(
-    run: Run, place: int, offered: Sequence[Offered], outcomes: dict[tuple[str, str], Outcome], named: dict[str, str]
+    run: Run, place: int, offered: Sequence[Offered], outcomes: Outcomes, named: dict[str, str]
 ) -> tuple[RoundTold, ...]:
     ideas: dict[int, list[Idea]] = {}
-    for idea in run.every(Idea):
+    for idea in {node.id: node for node in run.every(Idea)}.values():
         if number := _round_of(idea.id, place):
             ideas.setdefault(number, []).append(idea)
     known = {idea.id for mine in ideas.values() for idea in mine}
     kernels: dict[str, list[Attempt]] = {}
     for node in offered:
-        if node.idea not in known and (number := _round_of(node.id, place)):  # its own line was damaged: nothing is hidden for it
+        # An idea whose own line is damaged hides no kernel.
+        if node.idea not in known and (number := _round_of(node.id, place)):
             known.add(node.idea)
             ideas.setdefault(number, []).append(Idea(node.idea, node.at, node.words, "", node.author))
         kernels.setdefault(node.idea, []).append(_attempt(node, outcomes, named))
@@ -246,7 +250,7 @@ def _idea(idea: Idea, attempts: Sequence[Attempt], named: dict[str, str]) -> Ide
     )
 
 
-def _attempt(node: Offered, outcomes: dict[tuple[str, str], Outcome], named: dict[str, str]) -> Attempt:
+def _attempt(node: Offered, outcomes: Outcomes, named: dict[str, str]) -> Attempt:
     judged, screen = outcomes.get((node.id, "judge")), outcomes.get((node.id, "screen"))
     told = Attempt(
         node.id, "waiting", node.words, node.author, node.language, node.template, repairs=node.repairs,
@@ -270,14 +274,16 @@ def _attempt(node: Offered, outcomes: dict[tuple[str, str], Outcome], named: dic
     if isinstance(found, Failure):
         return msgspec.structs.replace(told, fate="failed", reason="judge failed", message=found.message)
     if isinstance(found, Refusal):
-        return msgspec.structs.replace(
-            told, fate="refused", reason=found.reason.value, message=found.message, replay=found.cases[0] if found.cases else "",
-            late=judged is not None,
+        told = msgspec.structs.replace(
+            told, fate="refused", reason=found.reason.value, message=found.message, late=judged is not None,
+            replay=found.cases[0] if found.cases else "",
         )  # fmt: skip
+        if found.reason is Reason.NOT_FASTER and found.best_ratio:  # the last word on its speed goes before the first look
+            told = msgspec.structs.replace(told, ratio=found.best_ratio, ratio_low=0.0, ratio_high=0.0, time_us=0.0)
     return told
 
 
-def _winners(run: Run, offered: Sequence[Offered], outcomes: dict[tuple[str, str], Outcome]) -> tuple[Winner, ...]:
+def _winners(run: Run, offered: Sequence[Offered], outcomes: Outcomes) -> tuple[Winner, ...]:
     found = []
     for node in offered:
         outcome = outcomes.get((node.id, "judge"))
