@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from html.parser import HTMLParser
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "store"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
 from search_samples import PLAN, ask_for, start
 

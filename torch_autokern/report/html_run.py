@@ -304,6 +304,7 @@ def _winners(run: Run, offered: Sequence[Offered], outcomes: Outcomes) -> tuple[
 
 def shortened(source: str, missing: str = "") -> tuple[str, str]:
     """A source that a page can hold, and what is missing of it in words."""
+    source = source.encode("utf-8", "backslashreplace").decode()  # halves of characters, which neither JSON nor a page can hold
     if len(source) <= MOST_SOURCE_CHARS:
         return source, missing
     return source[:MOST_SOURCE_CHARS], f"cut after {MOST_SOURCE_CHARS} of {len(source)} characters"
