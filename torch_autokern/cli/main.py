@@ -20,6 +20,7 @@ try:
         pack,
         record,
         replay,
+        report,
         review,
         search,
         shell,
@@ -64,6 +65,7 @@ app.command("search")(search.search)
 app.command("steer")(steer.steer)
 app.command("review")(review.review)
 app.command("replay")(replay.replay)
+app.command("report")(report.report)
 app.command("judge")(judge.judge)
 app.command("verify")(verify.verify)
 app.command("bench")(verify.bench)
