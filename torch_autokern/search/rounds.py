@@ -207,6 +207,7 @@ class KeyRounds:
                     node = msgspec.structs.replace(example, at=self.run.now(), source=self.run.put(source))
                     self.run.add(node)
                     known.append(node)
+        brief.sources = {node.source: self.run.text(node.source) for node in known}
         return known
 
     def _gather(self, proposer: Proposer, brief: Brief) -> list[Tried]:
