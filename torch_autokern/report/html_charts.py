@@ -109,7 +109,7 @@ def tree_chart(key: KeyTold) -> TreeChart:
     for one in by_name.values():
         source = one.repairs or next(iter(one.parents), "")
         if source in places:
-            width = 16.0 + 6.4 * len(outcome_label(by_name[source]))
+            width = 16.0 + 7.4 * len(outcome_label(by_name[source]))
             edges.append(Edge(_curve(places[source], places[one.node], width), {source, one.node} <= path))
     dots = tuple(
         Dot(*places[one.node], one.fate, one.node, outcome_label(one), _title(one), one.node in path)
