@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import compileall
 import json
 import subprocess
 import sys
@@ -218,7 +219,9 @@ def test_import_changes_nothing_and_starts_no_upper_room() -> None:
 
 
 def test_import_adds_under_50_ms_to_importing_torch() -> None:
-    # The best of several: the other processes of a test machine only ever add time.
+    # Compiled as pip leaves an installed package, also where PYTHONDONTWRITEBYTECODE is set. The best of several: the other
+    # processes of a test machine only ever add time.
+    compileall.compile_dir(PACKAGE, quiet=2)
     best = min(float(str(_import_in_fresh_process()["seconds"])) for _ in range(5))
     assert best < 0.050
 

@@ -67,7 +67,7 @@ def test_probes_compute_where_the_call_is(name: str) -> None:
     task, tensors = _call(name, "meta")
     stock = task.spec.stock(tensors, task.key.scalars)
     for probe in vacuity._PROBES.values():
-        result = probe(task, tensors, stock[0])
+        result = probe(task, tensors, stock[0], 0)
         assert result is None or result.device.type == "meta"
 
 

@@ -157,7 +157,9 @@ def permuted_stock(spec: OpSpec, key: KernelKey, tensors: Tensors, order: Permut
     steps = [(permutable(spec, key), order)]
     rows = summed_rows(spec, key)
     if rows is not None:
-        steps.append((rows, Permutation(order.order.new_tensor(range(rows.length)).roll(int(order.order[0]) + 1), 1)))
+        # The same draw, repeated to the rows' number: every permutation takes them in another order, and nothing is read back.
+        repeated = order.order.repeat(-(-rows.length // len(order.order)))[: rows.length]
+        steps.append((rows, Permutation(repeated.argsort(), 1)))
     moved: tuple[torch.Tensor | None, ...] = tuple(tensors)
     for where, by in steps:
         moved = tuple(by.apply(t, axes) for t, axes in zip(moved, where.inputs, strict=True))

@@ -24,7 +24,7 @@ SAVED: dict[str, tuple[int, ...]] = {
 }
 _FORWARD = {"_softmax_backward_data": torch.softmax, "_log_softmax_backward_data": torch.log_softmax}
 _EPS = 1e-5  # nn.LayerNorm's default; a backward does not know the value
-_MASKED = 0.1  # share of logits that are -inf, in half of the trials
+_MASKED = 0.1  # share of logits that are -inf, in half of the trials and wherever NaN and infinities are drawn
 
 
 def fill_saved(spec: OpSpec, key: KernelKey, family: Family, tensors: Tensors, generator: torch.Generator) -> None:
@@ -56,7 +56,8 @@ def _logits(output: torch.Tensor, dim: int, family: Family, generator: torch.Gen
     if family is Family.CONSTANT:
         logits.round_()  # ties
     kept = torch.rand(output.shape, generator=generator, device=device) >= _MASKED
-    if bool(torch.rand((), generator=generator, device=device) < 0.5):
+    masked = bool(torch.rand((), generator=generator, device=device) < 0.5)
+    if masked or family is Family.NONFINITE:  # 0 times NaN is NaN: a kernel that skips zeros must always meet both
         kept.select(dim, 0).fill_(True)
         logits.masked_fill_(~kept, -math.inf)
     return logits

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ _FURTHER = frozenset({
     "new_ones", "new_full",
 })  # fmt: skip
 _NEVER = frozenset({"from_file", "empty", "empty_like", "empty_strided", "new_empty", "resize", "item", "_local_scalar_dense"})
+_TRACING = threading.RLock()
 _WIDE = {torch.float16, torch.bfloat16, torch.float32}
 _HALF_TO_FLOAT = {"_softmax": 2, "_log_softmax": 2}
 
@@ -256,7 +258,8 @@ def capture(body: Callable[..., Any], tensors: Sequence[torch.Tensor], parameter
         return tuple(results)
 
     try:
-        with torch.no_grad():
+        # The tracer keeps whether it is at work in one flag for all threads, and two at once can leave it up for good.
+        with _TRACING, torch.no_grad():
             traced = make_fx(torch.func.functionalize(flat), tracing_mode="fake")(*tensors)
     except BodyError:
         raise
