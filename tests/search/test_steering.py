@@ -24,6 +24,11 @@ from torch_autokern.search.scripted_server import Rule, Script, ScriptedServer
 from torch_autokern.search.steer import SteerFile, check_words, write_steering
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_autokern.search.gate._POLL_S", 0.02)
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., ScriptedServer]]:
     servers: list[ScriptedServer] = []
@@ -143,7 +148,7 @@ def test_paused_run_stands_still_until_it_is_resumed(tmp_path: Path, serve: Any)
     engine = PretendEngine()
     thread, results = in_background(lambda: search(folder, ask_for(), engine=engine))
     wait_for(lambda: nodes_of(folder, Intervention))
-    time.sleep(1.2)
+    time.sleep(0.4)
     assert engine.calls == [], "nothing is built while it stands still"
     say(folder, "resume")
     thread.join(30)
@@ -182,7 +187,7 @@ def test_stuck_run_asks_and_goes_on_with_the_answer(tmp_path: Path, serve: Any) 
     report = (folder / "stuck" / "k0-r3.md").read_text()
     for words in ("idea 0a (by scripted): 1 kernels, best 1.50x", "- stock: 100.0 us", "(proved), 30% of the limit"):
         assert words in report
-    time.sleep(0.7)
+    time.sleep(0.3)
     assert len(nodes_of(folder, RoundEnd)) == 3, "it waits"
     say(folder, "idea", "use the other axis")
     thread.join(30)

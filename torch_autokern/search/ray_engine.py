@@ -19,7 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from typing import Any
 
 from torch_autokern.build.candidate import Artifact, Candidate
-from torch_autokern.errors import InvalidInputError, JudgeError, ToolchainError
+from torch_autokern.errors import AutokernError, InvalidInputError, JudgeError, ToolchainError
 from torch_autokern.judge.outcome import Accuracy, Reason, Refusal, ScreenResult
 from torch_autokern.runtime.target import local_target, stock_build
 from torch_autokern.search.engine import Engine, LocalEngine
@@ -57,7 +57,7 @@ class Worker:
         try:
             compiler = self._engine.toolchain(device_type)
             target = local_target(threads=threads) if device_type == "cpu" else local_target("cuda", device_index=0)
-        except Exception as error:  # whatever is wrong with a node, the search goes on with the others
+        except (AutokernError, RuntimeError, OSError) as error:  # a node without what it takes: the search goes on with others
             problem = f"{type(error).__name__}: {error}"[:500]
         return encode(Facts(node, target, stock_build(), __version__, compiler, problem))
 
@@ -66,10 +66,10 @@ class Worker:
         return True
 
     def work(self, raw: bytes) -> bytes:
-        """One step; whatever goes wrong here is part of the answer."""
+        """One step; what goes wrong here in a way that we know is part of the answer, anything else costs the worker."""
         try:
             return encode(Answer.of(self._step(read_task(raw))))
-        except Exception as error:
+        except (AutokernError, RuntimeError, OSError) as error:
             return encode(Answer.of(error))
 
     def _step(self, task: Task) -> Artifact | Refusal | ScreenResult | Verdict | Ceiling:
