@@ -197,6 +197,17 @@ def test_stuck_run_asks_and_goes_on_with_the_answer(tmp_path: Path, serve: Any) 
     assert replay(folder, records=False).holds
 
 
+def test_goal_that_is_met_already_is_an_answer_that_ends_the_run(tmp_path: Path, serve: Any) -> None:
+    folder = tmp_path / "run"
+    start(folder, ask_for(serve(*no_gain_story()).url, rounds=9, stuck="ask", stuck_rounds=1))
+    thread, results = in_background(lambda: search(folder, ask_for()))
+    wait_for(lambda: nodes_of(folder, Stuck))
+    say(folder, "limits", msgspec.json.encode(Changes(goal=Goal(limit=0.3))).decode())
+    thread.join(30)
+    assert results[0].stop == "goal" and len(nodes_of(folder, RoundEnd)) == 2, "no further round is played"
+    assert replay(folder, records=False).holds
+
+
 def test_stuck_key_lets_the_others_go_first(tmp_path: Path, serve: Any) -> None:
     folder = tmp_path / "run"
     ask = ask_for(serve(*no_gain_story()).url, rounds=4, stuck="ask", stuck_rounds=1, answer_seconds=0.3)
