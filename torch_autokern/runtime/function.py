@@ -111,7 +111,7 @@ class Variant:
         depth = getattr(_reading, "depth", False)
         _reading.depth = depth + 1
         try:
-            with torch.set_grad_enabled(self.modes[0]), self.modes.entered(tensors[0].device.type):
+            with torch.set_grad_enabled(self.modes[0]), self.modes.entered():
                 return self.function.bound(state)(*args, **kwargs)
         finally:
             _reading.depth = depth
@@ -158,12 +158,13 @@ class _Modes(tuple[Any, ...]):
     def now(device_type: str) -> _Modes:
         """Those of this thread."""
         cast = torch.is_autocast_enabled(device_type)
-        return _Modes((torch.is_grad_enabled(), torch.get_default_dtype(), cast and torch.get_autocast_dtype(device_type)))
+        cast_to = cast and torch.get_autocast_dtype(device_type)
+        return _Modes((torch.is_grad_enabled(), torch.get_default_dtype(), cast_to, device_type))
 
-    def entered(self, device_type: str) -> torch.autocast:
-        """Autocast as it was."""
-        dtype = self[2] or torch.get_autocast_dtype(device_type)
-        return torch.autocast(device_type, dtype=dtype, enabled=bool(self[2]), cache_enabled=False)
+    def entered(self) -> torch.autocast:
+        """Autocast as it was, of the device that the call runs on: what the body is read with has no data, and is on none."""
+        dtype = self[2] or torch.get_autocast_dtype(self[3])
+        return torch.autocast(self[3], dtype=dtype, enabled=bool(self[2]), cache_enabled=False)
 
 
 class Function:
@@ -185,7 +186,7 @@ class Function:
         native = extension_state().module
         self._asked: Callable[[], int] = native.functions_asked if native else lambda: 0
 
-        def traced_variant(arguments: int) -> tuple[Callable[..., Any], bool] | None:
+        def traced_variant(arguments: int) -> tuple[str, bool] | None:
             return self._for_tracing(arguments)
 
         # What `torch.compiler.assume_constant_result` sets, which would import Dynamo (seconds) where nothing is compiled: the
@@ -216,8 +217,8 @@ class Function:
         tensors = (*args, *self.own_tensors())
         if not self.recompute and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return plain(*args, **kwargs)
-        operator, single = found
-        made = operator(*tensors)
+        name, single = found
+        made = getattr(torch.ops.autokern, name)(*tensors)  # Dynamo knows an operator by its name only
         return made if single or isinstance(made, tuple) else (made,)
 
     def own_tensors(self) -> list[torch.Tensor]:
@@ -329,8 +330,8 @@ class Function:
         if str(error) not in self.refusals[-8:]:
             self.refusals.append(str(error))
 
-    def _for_tracing(self, arguments: int) -> tuple[Callable[..., Any], bool] | None:
-        """The operator for a call with this many tensors and nothing else, made from the first kernel that is loaded here."""
+    def _for_tracing(self, arguments: int) -> tuple[str, bool] | None:
+        """The operator's name for a call with this many tensors and nothing else, made from the first kernel that is loaded here."""
         if not self._asked() or getattr(_reading, "depth", False):
             return None
         own = len(self.own_tensors())
@@ -352,7 +353,7 @@ class Function:
                     self._variants[choice] = None
             variant = self._variants.get(choice)
             if variant is not None:
-                return variant.operator, variant.graph.single
+                return variant.operator.__name__, variant.graph.single
         return None
 
 
