@@ -24,6 +24,11 @@ from torch_autokern.search.scripted_server import Rule, Script, ScriptedServer
 from torch_autokern.search.steer import SteerFile, check_words, write_steering
 
 
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch_autokern.search.gate._POLL_S", 0.02)
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., ScriptedServer]]:
     servers: list[ScriptedServer] = []
@@ -143,7 +148,7 @@ def test_paused_run_stands_still_until_it_is_resumed(tmp_path: Path, serve: Any)
     engine = PretendEngine()
     thread, results = in_background(lambda: search(folder, ask_for(), engine=engine))
     wait_for(lambda: nodes_of(folder, Intervention))
-    time.sleep(1.2)
+    time.sleep(0.4)
     assert engine.calls == [], "nothing is built while it stands still"
     say(folder, "resume")
     thread.join(30)
@@ -182,13 +187,24 @@ def test_stuck_run_asks_and_goes_on_with_the_answer(tmp_path: Path, serve: Any) 
     report = (folder / "stuck" / "k0-r3.md").read_text()
     for words in ("idea 0a (by scripted): 1 kernels, best 1.50x", "- stock: 100.0 us", "(proved), 30% of the limit"):
         assert words in report
-    time.sleep(0.7)
+    time.sleep(0.3)
     assert len(nodes_of(folder, RoundEnd)) == 3, "it waits"
     say(folder, "idea", "use the other axis")
     thread.join(30)
     assert results[0].search.keys[0].ratio == 3.0 and results[0].stop == "rounds"
     (effect,) = results[0].said
     assert (effect.proved, effect.best, effect.keys[0].before, effect.keys[0].after) == (1, 3.0, 1.5, 3.0)
+    assert replay(folder, records=False).holds
+
+
+def test_goal_that_is_met_already_is_an_answer_that_ends_the_run(tmp_path: Path, serve: Any) -> None:
+    folder = tmp_path / "run"
+    start(folder, ask_for(serve(*no_gain_story()).url, rounds=9, stuck="ask", stuck_rounds=1))
+    thread, results = in_background(lambda: search(folder, ask_for()))
+    wait_for(lambda: nodes_of(folder, Stuck))
+    say(folder, "limits", msgspec.json.encode(Changes(goal=Goal(limit=0.3))).decode())
+    thread.join(30)
+    assert results[0].stop == "goal" and len(nodes_of(folder, RoundEnd)) == 2, "no further round is played"
     assert replay(folder, records=False).holds
 
 

@@ -75,9 +75,7 @@ def search(
     ] = 0.0,
     stuck: Annotated[Stuck | None, typer.Option(help="What a key does that gets no further (default: continue).")] = None,
     stuck_rounds: Annotated[int, typer.Option(help="Rounds without a gain that make a key stuck.")] = 3,
-    wait_answer: Annotated[
-        float, typer.Option(metavar="MINUTES", help="How long --stuck ask waits for an answer (0: without end).")
-    ] = 0.0,
+    wait_answer: Annotated[float, typer.Option(metavar="MINUTES", help="How long --stuck ask waits (0: without end).")] = 0.0,
     engine: Annotated[
         Engine, typer.Option(help="Where builds and verdicts run: this machine, or a Ray cluster.")
     ] = Engine.LOCAL,

@@ -239,7 +239,7 @@ class _Search:
         asking = {state.place: state.question for state in waiting if self._asks(state)}
         if asking and len(asking) == len(waiting):
             self.gate.wait_for_answer(asking, self.ask.answer_seconds)
-            asking = {place: words for place, words in asking.items() if not self.gate.is_answered_now(place)}
+            return self._next()
         ready = [state for state in waiting if state.place not in asking]
         return max(ready, key=lambda state: (self._promise(state), -state.place), default=None)
 

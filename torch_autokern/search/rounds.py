@@ -220,7 +220,7 @@ class KeyRounds:
         offers = proposer.propose(brief)
         self.ideas.update((node.id, node) for node in self.run.every(Idea) if _is_own_idea(node, base))
         fresh = self._admit(base, proposer.name, offers)
-        if done is None and not brief.stops:
+        if done is None and not brief.stops and (offers or not proposer.derives):
             names = [node.id for node in self.run.every(Offered) if node.id.startswith(f"{base}.") and not node.repairs]
             if not self.run.replaying:
                 self.run.add(Complete(base, self.run.now(), proposer.name, tuple(names)))

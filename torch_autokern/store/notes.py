@@ -61,6 +61,14 @@ class Notes(msgspec.Struct, frozen=True):
     receipts: tuple[Receipt, ...] = ()
     approval_wanted: bool = False
 
+    @property
+    def may_be_shipped(self) -> bool:
+        """Whether nothing speaks against giving the record to others: it did not fail, nobody turned it down, and it was
+        approved where that is demanded."""
+        if self.approval is None:
+            return self.quarantine is None and not self.approval_wanted
+        return self.quarantine is None and self.approval.approved
+
 
 def note_kind(note: Note) -> str:
     """The part of the file name that says which note it is; one receipt for each target and stock build."""
