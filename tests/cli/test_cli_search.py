@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "search"))
 from search_samples import KEY_SECRET, PretendEngine, forgetful_story
 
 from torch_autokern.cli.main import app
-from torch_autokern.cli.search import _goal, _models, _proposers
+from torch_autokern.cli.search import _models, _proposers, read_goal
 from torch_autokern.errors import AutokernError, InvalidInputError
 from torch_autokern.search.manifest import Goal, ModelShare
 from torch_autokern.search.run import open_run
@@ -84,5 +84,5 @@ def test_run_about_another_key_is_not_gone_on_with(shell: Any, tmp_path: Path) -
 
 def test_words_of_options_are_read_as_people_write_them() -> None:
     assert _models(["big:2", "qwen3:8b", "small"]) == (ModelShare("big", 2.0), ModelShare("qwen3:8b"), ModelShare("small"))
-    assert _goal("ratio=2") == Goal(ratio=2.0) and _goal("limit=0.9") == Goal(limit=0.9) and _goal(None) == Goal()
+    assert read_goal("ratio=2") == Goal(ratio=2.0) and read_goal("limit=0.9") == Goal(limit=0.9) and read_goal(None) == Goal()
     assert _proposers("llm, bank,llm") == ("llm", "bank")

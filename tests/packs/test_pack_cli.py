@@ -11,6 +11,8 @@ from tiny_kernels import record_data, record_for
 from typer.testing import CliRunner, Result
 
 from torch_autokern.cli.main import app
+from torch_autokern.store.notes import Approval
+from torch_autokern.store.policy import Policy, write_policy
 from torch_autokern.store.store import KernelStore, Layer
 
 
@@ -121,6 +123,21 @@ def test_diff_names_what_changed(made: Path, state: Path) -> None:
     assert document["index"]["version"] == [1, 2] and document["index"]["licence"] == ["Apache-2.0", "MIT"]
     assert (len(document["removed"]), len(document["added"])) == (2, 0)
     run("diff", made / "two.akpack", made / "two.akpack")
+
+
+def test_what_failed_or_was_turned_down_is_not_shipped(state: Path, tmp_path: Path) -> None:
+    store = KernelStore([Layer("cache", state, writable=True)])
+    ids = []
+    for stored in records():
+        digest = stored.record.key.digest
+        ids.append((digest, store.publish(record_for(stored.record.key), record_data(stored.record.key)).record_id))
+    store.quarantine(*ids[0], "crashed")
+    store.add_note(ids[1][0], Approval(ids[1][1], False, "ada", "drifts", "2026-01-01T00:00:00Z"))
+    options = "build", "--name", "tiny", "--version", 1, "--licence", "Apache-2.0", "-o"
+    assert run_json(*options, tmp_path / "tiny.akpack")["kernels"] == len(ids) - 2
+    write_policy(state, Policy(approval=True))
+    store.add_note(ids[2][0], Approval(ids[2][1], True, "ada", "read it", "2026-01-01T00:00:00Z"))
+    assert run_json(*options, tmp_path / "approved.akpack")["kernels"] == 1
 
 
 def test_folder_and_wheel(made: Path, state: Path) -> None:

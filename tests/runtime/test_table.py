@@ -115,7 +115,9 @@ TARGET = Target("cpu", "GenuineIntel-6-143", "x86-64-v4", 8)
     ("target", "build", "notes", "words"),
     [
         (TARGET, "2.13", Notes(Quarantine("r", "crashed", "", "t", "here"), None, ()), "quarantined: crashed"),
-        (TARGET, "2.13", Notes(None, Approval("r", False, "ann", "looks odd", "t"), ()), "banned by ann: looks odd"),
+        (TARGET, "2.13", Notes(None, Approval("r", False, "ann", "looks odd", "t"), ()), "refused by ann: looks odd"),
+        (TARGET, "2.13", Notes(None, Approval("r", False, "ann", "drifts", "t", banned=True)), "banned by ann: drifts"),
+        (TARGET, "2.13", Notes(approval_wanted=True), "approval wanted"),
         (msgspec.structs.replace(TARGET, arch="x86-64-v3"), "2.13", NO_NOTES, "made for cpu x86-64-v4, this is cpu x86-64-v3"),
         (msgspec.structs.replace(TARGET, name="Other"), "2.13", NO_NOTES, "not yet on Other"),
         (TARGET, "2.14", NO_NOTES, "proved faster than torch 2.13, this is 2.14"),
@@ -126,6 +128,11 @@ def test_the_first_failed_condition_is_said(key: KernelKey, target: Target, buil
     assert refusal(record, NO_NOTES, TARGET, "2.13") is None
     why = refusal(record, notes, target, build)
     assert why is not None and words in why
+
+
+def test_an_approved_record_runs_where_approval_is_demanded(key: KernelKey) -> None:
+    notes = Notes(approval=Approval("r", True, "ann", "read it", "t"), approval_wanted=True)
+    assert refusal(record_for(key, target=TARGET, stock_build="2.13"), notes, TARGET, "2.13") is None
 
 
 def test_a_kernel_that_loses_in_fresh_pages_needs_the_pool(key: KernelKey) -> None:

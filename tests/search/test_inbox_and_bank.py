@@ -125,6 +125,7 @@ def test_bank_brings_neighbours_and_shows_them_to_models(tmp_path: Path) -> None
     plan = decode_plan(run.text(banked[0].plan).encode())
     assert isinstance(plan.steps[0], CpuStep) and plan.steps[0].range == 16
     assert len(run.every(Example)) == 3 and "2.10x, for _softmax float32 8x38" in server.prompts[0][1]
+    assert all(run.text(node.source).strip() in server.prompts[0][1] for node in run.every(Example)), "with their sources"
     assert replay(tmp_path / "large", records=False).holds
 
 
@@ -138,6 +139,25 @@ def test_bank_gives_nothing_back_to_its_own_key_and_nothing_uneven(tmp_path: Pat
     stored = next(store.records(KEY.digest))
     assert transplanted(stored, softmax_key(8)) is not None
     assert transplanted(stored, softmax_key(9, 5)) is None, "8 rows of 38 to 9 rows of 5 gives no whole range"
+
+
+def test_bank_shows_another_device_and_other_dtypes_before_more_of_the_same(tmp_path: Path) -> None:
+    server = ScriptedServer(Script(story(), KEY_SECRET))
+    search(tmp_path / "run", ask_for(server.url, rounds=1), softmax_key(16))
+    server.close()
+    store = store_at(tmp_path / "store")
+    stored = next(store.records())
+    many = msgspec.structs.replace(TARGET, threads=TARGET.threads + 6)
+    half = tuple(msgspec.structs.replace(one, dtype="bfloat16") for one in softmax_key(64).tensors if one is not None)
+    for key, target in (
+        *((softmax_key(rows), TARGET) for rows in (32, 64, 128)), (softmax_key(4096), many),
+        (msgspec.structs.replace(softmax_key(64), tensors=half), TARGET),
+    ):  # fmt: skip
+        store.publish(msgspec.structs.replace(stored.record, key=key, target=target), stored.data)
+    shown = [example.key_words for example, _ in Bank(store).examples(Brief(KEY, TARGET, 0, 1, ask_for(), None, ()))]
+    assert [words.split(" on ")[0] for words in shown] == [
+        "_softmax float32 16x38 dim=1", "_softmax float32 4096x38 dim=1", "_softmax bfloat16 64x38 dim=1",
+    ]  # fmt: skip
 
 
 def brief_of(words: str = "int x;") -> Brief:

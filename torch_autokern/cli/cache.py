@@ -15,6 +15,7 @@ from torch_autokern.cli import shell
 from torch_autokern.errors import AutokernError, InvalidInputError
 from torch_autokern.store.folders import require_folder
 from torch_autokern.store.key import KernelKey
+from torch_autokern.store.notes import Notes
 from torch_autokern.store.record import StoredRecord
 from torch_autokern.store.store import KernelStore, open_store
 from torch_autokern.store.upkeep import FolderReport
@@ -155,14 +156,16 @@ def _row(store: KernelStore, stored: StoredRecord) -> dict[str, object]:
         "author": record.provenance.author,
         "created": record.provenance.created,
         "size_bytes": sum(blob.size_bytes for blob in record.blobs),
-        "state": _state(notes.quarantine is not None, None if notes.approval is None else notes.approval.approved),
+        "state": _state(notes),
     }
 
 
-def _state(is_quarantined: bool, approved: bool | None) -> str:
-    if is_quarantined:
+def _state(notes: Notes) -> str:
+    if notes.quarantine is not None:
         return "quarantined"
-    return {None: "", True: "approved", False: "banned"}[approved]
+    if notes.approval is None:
+        return "approval wanted" if notes.approval_wanted else ""
+    return "approved" if notes.approval.approved else "banned" if notes.approval.banned else "refused"
 
 
 def _record_table(rows: list[dict[str, object]]) -> Table:

@@ -11,7 +11,24 @@ from torch_autokern import __version__
 try:
     import typer
 
-    from torch_autokern.cli import cache, demo, doctor, explain, judge, pack, record, replay, search, shell, stats, verify, warm
+    from torch_autokern.cli import (
+        cache,
+        demo,
+        doctor,
+        explain,
+        judge,
+        pack,
+        record,
+        replay,
+        report,
+        review,
+        search,
+        shell,
+        stats,
+        steer,
+        verify,
+        warm,
+    )
 except (ImportError, OSError, RuntimeError) as error:  # a broken install: one line that says which part, and no traceback
     from torch_autokern.stock_only import INSTALL_COMMAND
 
@@ -45,7 +62,10 @@ def _root(version: _Version = False) -> None:
 app.command("record", context_settings=record.CONTEXT)(record.record)
 app.command("warm")(warm.warm)
 app.command("search")(search.search)
+app.command("steer")(steer.steer)
+app.command("review")(review.review)
 app.command("replay")(replay.replay)
+app.command("report")(report.report)
 app.command("judge")(judge.judge)
 app.command("verify")(verify.verify)
 app.command("bench")(verify.bench)

@@ -75,7 +75,11 @@ def build(
         choice = Choice(tuple(op or ()), tuple(target or ()), load_workload(workload) if workload else None, min_share)
         options = PackOptions(name, version, licence, publisher, notes)
         store = open_store(choice=require_folder(to_write=False))
-        envelope = build_pack(choose_records(store.records(), choice), options, _reader())
+        known = list(store.records())
+        fit = [stored for stored in known if store.notes(stored.record.key.digest, stored.record_id).may_be_shipped]
+        if len(fit) < len(known):
+            shell.say(f"left out: {len(known) - len(fit)} records that failed, were turned down or are not approved")
+        envelope = build_pack(choose_records(fit, choice), options, _reader())
         if isinstance(envelope, PackRefusal):
             _refuse(envelope, as_json)
         envelope = sign_pack(envelope, [load_secret(path) for path in key or ()])

@@ -4,7 +4,7 @@ bank."""
 from __future__ import annotations
 
 import contextlib
-import getpass
+import enum
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,10 +19,27 @@ from torch_autokern.cli.accuracy import chosen
 from torch_autokern.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    from torch_autokern.search import engine as engines
     from torch_autokern.search import outcome
     from torch_autokern.search.limits import Changes
     from torch_autokern.search.manifest import Ask, Goal, ModelShare, Price
     from torch_autokern.search.run import Run
+
+
+class Stuck(str, enum.Enum):
+    """What a stuck key does (`manifest.StuckPolicy`)."""
+
+    ASK = "ask"
+    CONTINUE = "continue"
+    STOP = "stop"
+
+
+class Engine(str, enum.Enum):
+    """Where candidates are built and judged."""
+
+    LOCAL = "local"
+    RAY = "ray"
+
 
 PROPOSERS = ("llm", "templates", "inbox", "bank")
 
@@ -56,6 +73,13 @@ def search(
     wait_inbox: Annotated[
         float, typer.Option(metavar="MINUTES", help="How long a round waits for a reply in the inbox.")
     ] = 0.0,
+    stuck: Annotated[Stuck | None, typer.Option(help="What a key does that gets no further (default: continue).")] = None,
+    stuck_rounds: Annotated[int, typer.Option(help="Rounds without a gain that make a key stuck.")] = 3,
+    wait_answer: Annotated[float, typer.Option(metavar="MINUTES", help="How long --stuck ask waits (0: without end).")] = 0.0,
+    engine: Annotated[
+        Engine, typer.Option(help="Where builds and verdicts run: this machine, or a Ray cluster.")
+    ] = Engine.LOCAL,
+    address: Annotated[str, typer.Option(help="The Ray cluster: auto, or HOST:PORT of its head.")] = "auto",
     threads: Annotated[int | None, typer.Option(help="CPU threads to tune for (default: as recorded, or as torch's).")] = None,
     accuracy: Annotated[str, typer.Option("--class", help="The class to prove: stock, exact or tolerance.")] = "stock",
     atol: Annotated[float, typer.Option(help="Absolute bound for --class tolerance.")] = 0.0,
@@ -75,22 +99,33 @@ def search(
     if budget is not None and not (math.isfinite(budget) and budget > 0):
         raise InvalidInputError(f"--budget {budget} is no time; give minutes above 0")
     limits = Limits(None if budget is None else budget * 60, tokens, money, candidates)
-    changes = _changes(rounds, goal, limits)
+    changes = _changes(rounds, goal, limits, stuck)
     with runs.alone(out):
         if runs.is_run(out):
             run = _resumed(out, problem, changes, key_env)
         else:
             ask = Ask(
-                5 if rounds is None else rounds, ideas, kernels, repairs, _goal(goal), limits, _proposers(proposers),
+                5 if rounds is None else rounds, ideas, kernels, repairs, read_goal(goal), limits, _proposers(proposers),
                 _models(model or []), _address(base_url), _prices(prices), reply_tokens=reply_tokens,
-                inbox_seconds=wait_inbox * 60,
+                inbox_seconds=wait_inbox * 60, stuck="continue" if stuck is None else stuck.value, stuck_rounds=stuck_rounds,
+                answer_seconds=wait_answer * 60,
             )  # fmt: skip
             check(ask)
             run = _created(out, problem, ask, threads, (accuracy, atol, rtol), key_env)
-        _play(run, out, base_url, key_env, allow_weak_box, as_json)
+        _play(run, out, base_url, key_env, _engine(engine, address, allow_weak_box), allow_weak_box, as_json)
 
 
-def _play(run: Run, out: Path, base_url: str, key_env: str, allow_weak_box: bool, as_json: bool) -> None:
+def _engine(kind: Engine, address: str, allow_weak_box: bool) -> engines.Engine | None:
+    if kind is Engine.LOCAL:
+        return None
+    from torch_autokern.search.ray_engine import RayEngine
+
+    return RayEngine(address, allow_weak_box=allow_weak_box)
+
+
+def _play(
+    run: Run, out: Path, base_url: str, key_env: str, engine: engines.Engine | None, allow_weak_box: bool, as_json: bool
+) -> None:
     from torch_autokern import config
     from torch_autokern.search import session
     from torch_autokern.search.outcome import WarmInterrupted
@@ -101,7 +136,13 @@ def _play(run: Run, out: Path, base_url: str, key_env: str, allow_weak_box: bool
     with _progress(quiet=as_json) as show:
         try:
             report = session.go(
-                run, store, key=config.api_key(key_env), base_url=base_url or None, allow_weak_box=allow_weak_box, on_event=show
+                run,
+                store,
+                key=config.api_key(key_env),
+                base_url=base_url or None,
+                allow_weak_box=allow_weak_box,
+                engine=engine,
+                on_event=show,
             )
         except WarmInterrupted as stopped:
             shell.say(f"autokern: interrupted ({stopped.report}); go on with: autokern search --out {out}")
@@ -111,6 +152,8 @@ def _play(run: Run, out: Path, base_url: str, key_env: str, allow_weak_box: bool
         return
     for result in report.search.keys:
         typer.echo(shell.plain(str(result)))
+    for word in report.said:
+        typer.echo(shell.plain(str(word)))
     typer.echo(shell.plain(str(report)))
     typer.echo(f"run: {out}; replay it with: autokern replay {out}")
 
@@ -147,25 +190,24 @@ def _resumed(out: Path, problem: str | None, changes: Changes, key_env: str) -> 
         if asked != {entry.key.digest for entry in run.manifest.workload.entries}:
             raise InvalidInputError(f"{out} holds a run about other keys than {problem}; name another folder with --out")
     check(limits.changed(limits.effective(run), changes))
-    limits.note(run, changes, _who())
+    limits.note(run, changes, shell.user_name())
     return run
 
 
-def _who() -> str:
-    with contextlib.suppress(OSError, KeyError, ImportError):
-        return getpass.getuser()
-    return ""
-
-
-def _changes(rounds: int | None, goal: str | None, limits: msgspec.Struct) -> Changes:
+def _changes(rounds: int | None, goal: str | None, limits: msgspec.Struct, stuck: Stuck | None) -> Changes:
     from torch_autokern.search.limits import Changes
     from torch_autokern.search.manifest import Limits
 
     new = limits if isinstance(limits, Limits) and limits != Limits() else None
-    return Changes(rounds, None if goal is None else _goal(goal), new)
+    return Changes(rounds, None if goal is None else read_goal(goal), new, None if stuck is None else stuck.value)
 
 
-def _goal(text: str | None) -> Goal:
+def read_goal(text: str | None) -> Goal:
+    """What ``--goal`` says: "ratio=2" or "limit=0.9"; nothing is no goal.
+
+    Raises:
+        InvalidInputError: neither of these.
+    """
     from torch_autokern.search.manifest import Goal
 
     if text is None:
@@ -238,6 +280,8 @@ def _progress(*, quiet: bool) -> Iterator[Callable[[outcome.Progress], None]]:
         task = bar.add_task("starting", total=None)
 
         def show(event: outcome.Progress) -> None:
+            if event.activity in ("paused", "asking"):
+                shell.say(shell.plain(f"autokern: {event.message}"))
             best = f", best {event.best_ratio:.2f}x" if event.best_ratio else ""
             counts = f"{event.built} built, {event.screened} screened, {event.judged} judged, {event.refused} refused"
             bar.update(task, description=f"{event.activity}: {counts}{best}")

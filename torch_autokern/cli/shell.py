@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -54,6 +56,18 @@ def messages() -> Console:
 def say(text: str) -> None:
     """One remark on stderr, plain text."""
     typer.echo(text, err=True)
+
+
+def user_name() -> str:
+    """Who sits here, or "" where the system does not know."""
+    with contextlib.suppress(OSError, KeyError, ImportError):
+        return getpass.getuser()
+    return ""
+
+
+def is_interactive() -> bool:
+    """Whether a person can be asked: both ends are a terminal."""
+    return sys.stdin.isatty() and sys.stdout.isatty()
 
 
 def print_json(value: object) -> None:

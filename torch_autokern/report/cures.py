@@ -71,6 +71,8 @@ def _obstacles(
     notes = current.store.notes(record.key.digest, stored.record_id)
     if notes.quarantine is not None:
         yield Cure(Effort.WARM, f"see autokern cache show {stored.record_id[:12]}, then: {WARM}")
+    elif notes.approval is None and notes.approval_wanted:
+        yield Cure(Effort.RESTART, f"approve it: autokern review {stored.record_id[:12]}")
     elif refusal(record, notes, local_target(key.device_type), stock_build()) is not None:
         yield Cure(Effort.WARM, f"prove it here: {WARM}")
     elif slower_in_fresh_pages(record, pool_limit_bytes()) is not None:

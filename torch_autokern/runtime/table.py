@@ -40,7 +40,9 @@ def refusal(record: KernelRecord, notes: Notes, target: Target, stock_build: str
     if notes.quarantine is not None:
         return f"quarantined: {notes.quarantine.reason}"
     if notes.approval is not None and not notes.approval.approved:
-        return f"banned by {notes.approval.by}: {notes.approval.reason}"
+        return f"{'banned' if notes.approval.banned else 'refused'} by {notes.approval.by}: {notes.approval.reason}"
+    if notes.approval is None and notes.approval_wanted:
+        return "approval wanted: this store serves only what a person approved; look at it with: autokern review"
     made_for = record.target
     if (made_for.device_type, made_for.arch) != (target.device_type, target.arch):
         return f"made for {made_for.device_type} {made_for.arch}, this is {target.device_type} {target.arch}"

@@ -50,7 +50,7 @@ class Bank:
     def examples(self, brief: Brief) -> Sequence[tuple[Example, str]]:
         """See `Librarian`."""
         found: list[tuple[Example, str]] = []
-        for stored in self._neighbours(brief)[:EXAMPLES]:
+        for stored in _sampled(self._neighbours(brief), brief)[:EXAMPLES]:
             record = stored.record
             source = stored.data.get(source_blob(record.provenance.language), b"").decode(errors="replace")  # type: ignore[arg-type]
             ratio = record.verdict.timings[0].ratio if record.verdict.timings else 0.0
@@ -76,12 +76,28 @@ class Bank:
 
     def _worth_keeping(self, key_digest: str, record_id: str) -> StoredRecord | None:
         stored = self._store.get(key_digest, record_id)
-        return None if stored is None or stored.record.provenance.template else stored
+        if stored is None or stored.record.provenance.template:
+            return None
+        word = self._store.notes(key_digest, record_id).approval
+        return stored if word is None or word.approved else None  # what a person turned down is no example
+
+
+def _sampled(near: Sequence[StoredRecord], brief: Brief) -> list[StoredRecord]:
+    """The nearest neighbour, the nearest on another device or thread count and the nearest in other dtypes, then the others:
+    what only differs in size teaches less than what had to be written otherwise."""
+    elsewhere = next((one for one in near if one.record.target != brief.target), None)
+    otherwise = next((one for one in near if _dtypes(one.record.key) != _dtypes(brief.key)), None)
+    chosen = [*near[:1], *(one for one in (elsewhere, otherwise) if one is not None), *near]
+    return list({one.record_id: one for one in chosen}.values())
+
+
+def _dtypes(key: KernelKey) -> list[str | None]:
+    return [None if tensor is None else tensor.dtype for tensor in key.tensors]
 
 
 def _distance(stored: StoredRecord, brief: Brief) -> tuple[float, ...]:
     key, wanted = stored.record.key, brief.key
-    dtypes = [None if t is None else t.dtype for t in key.tensors] != [None if t is None else t.dtype for t in wanted.tensors]
+    dtypes = _dtypes(key) != _dtypes(wanted)
     inner = [None if t is None else t.sizes[-1:] for t in key.tensors] != [
         None if t is None else t.sizes[-1:] for t in wanted.tensors
     ]

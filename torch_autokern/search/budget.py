@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import msgspec
@@ -50,7 +51,7 @@ class Clock:
 
     def __init__(self, budget_seconds: float | None, before: float = 0.0) -> None:
         self._started = time.monotonic() - before
-        self._budget = budget_seconds
+        self.budget_seconds = budget_seconds
         self._longest: dict[str, float] = {}
 
     def elapsed(self) -> float:
@@ -59,7 +60,11 @@ class Clock:
 
     def left(self) -> float | None:
         """Seconds left, never negative; None without a budget."""
-        return None if self._budget is None else max(0.0, self._budget - self.elapsed())
+        return None if self.budget_seconds is None else max(0.0, self.budget_seconds - self.elapsed())
+
+    def stand_still(self, seconds: float) -> None:
+        """Seconds that passed in waiting for a person: they are nobody's."""
+        self._started += seconds
 
     def is_over(self, step: str = "") -> bool:
         """Whether the budget is used up, or will be before such a step has ended."""
@@ -74,6 +79,16 @@ class Clock:
             yield
         finally:
             self._longest[step] = max(self._longest.get(step, 0.0), time.monotonic() - began)
+
+
+def allot(clock: Clock, times_us: Sequence[float]) -> float:
+    """Seconds from now that the first of the keys with these stock times may take: by the square root of their times, so that
+    one long key does not starve the others. Infinite without a budget."""
+    left = clock.left()
+    if left is None:
+        return math.inf
+    weights = [math.sqrt(max(time_us, 1.0)) for time_us in times_us]
+    return left * weights[0] / sum(weights)
 
 
 class Meter:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from torch_autokern.build.candidate import Artifact, Candidate
 from torch_autokern.build.compile import compile_candidate, toolchain
@@ -14,6 +14,7 @@ from torch_autokern.judge import verdict
 from torch_autokern.judge.outcome import Accuracy, Reason, Refusal, ScreenResult
 from torch_autokern.search.ceiling import measure_ceiling
 from torch_autokern.search.manifest import Ceiling
+from torch_autokern.search.nodes import Stage
 from torch_autokern.store.key import DeviceType, KernelKey, Target
 from torch_autokern.store.record import Verdict
 
@@ -44,6 +45,14 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """End the processes that wait for more work."""
+
+
+@runtime_checkable
+class Spreading(Protocol):
+    """An engine of several machines."""
+
+    def ahead(self, step: Stage, artifacts: Sequence[Artifact], key: KernelKey, target: Target, accuracy: Accuracy) -> None:
+        """Begin with steps that will be asked for one after another."""
 
 
 class LocalEngine:

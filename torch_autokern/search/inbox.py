@@ -132,18 +132,22 @@ def _given_folders(folder: Path) -> list[GivenFile]:
         if name.startswith(".") or name in ("taken", "refused"):
             continue
         with contextlib.suppress(OSError):
-            found.append(_as_json(folder / name))
+            newest = max(path.stat().st_mtime for path in (folder / name, *(folder / name).iterdir()))
+            found.append(GivenFile(name, as_reply(folder / name), time.time() - newest))
     return found
 
 
-def _as_json(folder: Path) -> GivenFile:
+def as_reply(folder: Path) -> bytes:
+    """A folder's kernel as the JSON that it stands for.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     texts: dict[str, bytes] = {}
-    newest = folder.stat().st_mtime
     for name in (*_SOURCES, "plan.json", "idea.txt", "author.txt"):
         path = folder / name
         if path.is_file() and not path.is_symlink() and path.stat().st_size <= MAX_REPLY_BYTES:
             texts[name] = path.read_bytes()
-            newest = max(newest, path.stat().st_mtime)
     language = next((words for name, words in _SOURCES.items() if name in texts), "cpp")
     source = next((texts[name] for name in _SOURCES if name in texts), b"")
     reply: dict[str, object] = {
@@ -155,4 +159,4 @@ def _as_json(folder: Path) -> GivenFile:
         reply["plan"] = msgspec.json.decode(texts.get("plan.json", b""))
     except (msgspec.DecodeError, RecursionError):
         reply["plan"] = None
-    return GivenFile(folder.name, msgspec.json.encode(reply), time.time() - newest)
+    return msgspec.json.encode(reply)

@@ -19,7 +19,7 @@ from torch_autokern.errors import JudgeError
 from torch_autokern.judge.outcome import ACCEPT_RATIO, Accuracy, Reason, Refusal, ScreenResult
 from torch_autokern.runtime.target import stock_build
 from torch_autokern.search.budget import Clock
-from torch_autokern.search.engine import Engine
+from torch_autokern.search.engine import Engine, Spreading
 from torch_autokern.search.journal import KeyJournal, Trial
 from torch_autokern.search.nodes import Failure, Found, Proof, Stage
 from torch_autokern.search.outcome import Activity, KeyResult
@@ -137,6 +137,7 @@ class KeySearch:
             return
         ready = set(self._build(waiting))
         in_order = [candidate.candidate_id for candidate in waiting if candidate.candidate_id in ready]
+        self._ahead("screen", in_order)
         for name in in_order:
             # The first one is always screened: a budget that allows a build should allow an answer.
             self.out_of_time |= self.parent.clock.is_over("screen")
@@ -148,7 +149,10 @@ class KeySearch:
         """Judge the best `count` of these that could beat what is proved, and publish each that does."""
         names = {candidate.candidate_id for candidate in candidates}
         earlier = sum(self.ledger.earlier_verdict(name) is not None for name in names)
-        for trial in self._finalists(names, count - earlier):
+        finalists = self._finalists(names, count - earlier)
+        unknown = [trial.candidate_id for trial in finalists if self.publishing and trial.candidate_id in self.artifacts]
+        self._ahead("judge", unknown)
+        for trial in finalists:
             if self.won is not None and (self._is_late(1.0) or trial.ratio_high <= self.won[0].ratio_low):
                 break
             name = trial.candidate_id
@@ -204,7 +208,8 @@ class KeySearch:
             record, notes = stored.record, self.parent.store.notes(self.key.digest, stored.record_id)
             origin = record.provenance
             is_it = origin.candidate_id == name or origin.source_sha256 == source
-            if is_it and record.target == self.target and notes.quarantine is None:
+            turned_down = notes.quarantine is not None or (notes.approval is not None and not notes.approval.approved)
+            if is_it and record.target == self.target and not turned_down:
                 digest = hashlib.sha256(stored.data.get(BINARY_BLOBS[self.key.device_type], b"")).hexdigest()
                 parts = origin.candidate_id, origin.tools, origin.box_level, digest
                 return Proof(record.verdict, stored.record_id, origin.created, record.stock_build, *parts)
@@ -222,6 +227,13 @@ class KeySearch:
                 else:
                     self._refuse(candidate.candidate_id, built, judged=False)
                 self._say("building")
+
+    def _ahead(self, step: Stage, names: Sequence[str]) -> None:
+        """Several machines begin at once, where time allows each of them another step."""
+        engine = self.parent.engine
+        if isinstance(engine, Spreading) and names and not self.parent.clock.is_over(step):
+            artifacts = [self.artifacts[name] for name in names]
+            engine.ahead(step, artifacts, self.key, self.target, self.parent.accuracy)
 
     def _screen(self, name: str) -> None:
         try:

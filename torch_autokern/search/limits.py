@@ -1,11 +1,11 @@
-"""What a run is asked for now: its manifest, and what was changed when it was taken up again."""
+"""What a run is asked for now: its manifest, and what was changed while it ran or when it was taken up again."""
 
 from __future__ import annotations
 
 import msgspec
 
 from torch_autokern.errors import RunError
-from torch_autokern.search.manifest import Ask, Goal, Limits
+from torch_autokern.search.manifest import Ask, Goal, Limits, StuckPolicy
 from torch_autokern.search.nodes import Intervention
 from torch_autokern.search.run import Run
 from torch_autokern.store.store import utc_now
@@ -19,16 +19,17 @@ class Changes(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     rounds: int | None = None
     goal: Goal | None = None
     limits: Limits | None = None
+    stuck: StuckPolicy | None = None
 
 
-def effective(run: Run) -> Ask:
-    """The manifest's ask with all changes, the last one counting.
+def effective(run: Run, round_name: str = "") -> Ask:
+    """The manifest's ask with all changes, the last one counting; or those that a round ("k0.r2") began with.
 
     Raises:
         RunError: a change cannot be read.
     """
     ask = run.manifest.ask
-    for node in run.interventions():
+    for node in run.interventions(round_name):
         if node.action != ACTION:
             continue
         try:
@@ -41,7 +42,7 @@ def effective(run: Run) -> Ask:
 
 def changed(ask: Ask, changes: Changes) -> Ask:
     """An ask with new values."""
-    new = {name: value for name in ("rounds", "goal") if (value := getattr(changes, name)) is not None}
+    new = {name: value for name in ("rounds", "goal", "stuck") if (value := getattr(changes, name)) is not None}
     if changes.limits is not None:
         limits = {name: value for name in Limits.__struct_fields__ if (value := getattr(changes.limits, name)) is not None}
         new["limits"] = msgspec.structs.replace(ask.limits, **limits)

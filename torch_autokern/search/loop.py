@@ -22,22 +22,27 @@ from torch_autokern.judge.inputs import check_supported
 from torch_autokern.judge.outcome import JUDGE_VERSION, Accuracy, as_accuracy
 from torch_autokern.ops import SPECS
 from torch_autokern.ops.function import is_function
-from torch_autokern.runtime.table import CLASSES, refusal
 from torch_autokern.runtime.target import local_target, stock_build
+from torch_autokern.search.armed import armed
 from torch_autokern.search.bank import Bank
-from torch_autokern.search.budget import BudgetOver, Clock, Meter
+from torch_autokern.search.budget import BudgetOver, Clock, Meter, allot
+from torch_autokern.search.effect import effects
 from torch_autokern.search.engine import Engine, LocalEngine
+from torch_autokern.search.gate import Gate
 from torch_autokern.search.journal import KeyJournal
 from torch_autokern.search.key_search import Tally
+from torch_autokern.search.key_state import KeyState
+from torch_autokern.search.limits import effective
 from torch_autokern.search.manifest import SCHEMA, Ask, Ceiling, Limits, Manifest
 from torch_autokern.search.nodes import Measured, Stop, StopReason
 from torch_autokern.search.outcome import Activity, KeyResult, Progress, SearchReport, WarmInterrupted, WarmReport
+from torch_autokern.search.people import People
 from torch_autokern.search.proposers import Function, FunctionProposer, Proposer, built_in
 from torch_autokern.search.rounds import KeyRounds
 from torch_autokern.search.run import EndOfJournal, Run
 from torch_autokern.store.folders import FolderChoice, folder_refusal
 from torch_autokern.store.key import DeviceType, KernelKey, Target, canonical_json
-from torch_autokern.store.record import StoredRecord, Timing
+from torch_autokern.store.record import StoredRecord
 from torch_autokern.store.store import KernelStore, open_store, utc_now
 from torch_autokern.store.workload import Workload, WorkloadEntry
 
@@ -99,7 +104,7 @@ def warm(
 
 def play(
     run: Run, ask: Ask, store: KernelStore, engine: Engine, proposers: Sequence[Proposer], meter: Meter | None = None,
-    on_event: Callable[[Progress], None] | None = None,
+    on_event: Callable[[Progress], None] | None = None, clock: Clock | None = None,
 ) -> SearchReport:  # fmt: skip
     """Start a run, go on with it, or replay it: all the same (`run.py`).
 
@@ -110,12 +115,13 @@ def play(
         The errors of `warm`.
     """
     check_known(run.manifest.workload)
-    search = _Search(run, ask, store, engine, proposers, on_event, meter, searching=True)
+    search = _Search(run, ask, store, engine, [People(run), *proposers], on_event, meter, clock, searching=True)
     report = search.go()
     spent = search.meter.spent()
     return SearchReport(
-        report, search.stopped.reason, search.stopped.message, msgspec.to_builtins(spent), str(run.folder or "")
-    )
+        report, search.stopped.reason, search.stopped.message, msgspec.to_builtins(spent), str(run.folder or ""),
+        tuple(effects(run)),
+    )  # fmt: skip
 
 
 def check_known(workload: Workload) -> None:
@@ -162,23 +168,14 @@ def targets_of(workload: Workload) -> dict[DeviceType, Target]:
     return found
 
 
-class _Key:
-    """One key of a run: its rounds, and its result once nothing more is to be done."""
-
-    def __init__(self, place: int, entry: WorkloadEntry) -> None:
-        self.place = place
-        self.entry = entry
-        self.rounds: KeyRounds | None = None
-        self.closed: KeyResult | None = None
-
-
 class _Search:
     """One run over a workload. `searching`: it has a story of its own (a folder, ceilings), and a record that is there already
     is something to beat."""
 
     def __init__(
         self, run: Run, ask: Ask, store: KernelStore, engine: Engine, proposers: Sequence[Proposer],
-        on_event: Callable[[Progress], None] | None, meter: Meter | None = None, *, searching: bool = False,
+        on_event: Callable[[Progress], None] | None, meter: Meter | None = None,
+        clock: Clock | None = None, *, searching: bool = False,
     ) -> None:  # fmt: skip
         self.run = run
         self.ask = ask
@@ -192,11 +189,13 @@ class _Search:
         self.meter = meter or Meter(run, ask.limits, ask.prices)
         self.searching = searching
         entries = sorted(self.workload.entries, key=lambda entry: -entry.stock_time_us)
-        self.keys = [_Key(place, entry) for place, entry in enumerate(entries)]
-        self.clock = Clock(None if run.replaying else ask.limits.seconds, run.elapsed())
+        self.keys = [KeyState(place, entry) for place, entry in enumerate(entries)]
+        self.clock = clock or Clock(None if run.replaying else ask.limits.seconds, run.elapsed())
+        self.gate = Gate(run, self.clock, lambda activity, message: self.say(activity, None, message=message))
         self.tally = Tally()
         self.results: list[KeyResult] = []
         self.judge_failures = 0
+        self.gave_up = False
         self.stopped = Stop("stop", 0.0, "rounds", "every round was played")
 
     def go(self) -> WarmReport:
@@ -205,7 +204,8 @@ class _Search:
         try:
             while (state := self._next()) is not None:
                 self._turn(state)
-            self._stop("rounds" if any(not self._is_good(state) for state in self.keys) else "goal", "nothing is left to do")
+            reason: StopReason = "goal" if all(self._is_good(state) for state in self.keys) else "rounds"
+            self._stop("stuck" if self.gave_up else reason, "nothing is left to do")
         except BudgetOver as over:
             self._stop(over.reason, over.message)
         except EndOfJournal:
@@ -223,18 +223,44 @@ class _Search:
         self.say("finished", None)
         return self._report()
 
-    def _next(self) -> _Key | None:
-        """The open key with the largest share of time x headroom; before its first round a key is all headroom."""
+    def _next(self) -> KeyState | None:
+        """The open key with the largest share of time x headroom; before its first round a key is all headroom. What the
+        journal has is played in the journal's order, and keys that wait for a person let the others go first."""
+        self.gate.wait_while_paused()
+        if self.gate.take_limits():
+            self.retune()
+            for state in self.keys:
+                if state.rounds is not None and state.closed is None and self._is_enough(state):
+                    self._close(state, state.rounds.result())
         waiting = [state for state in self.keys if state.closed is None]
-        return max(waiting, key=lambda state: (self._promise(state), -state.place), default=None)
+        begun = [(place, state) for state in waiting if (place := self.run.begun(state.next_round)) is not None]
+        if begun:
+            return min(begun, key=lambda item: item[0])[1]
+        asking = {state.place: state.question for state in waiting if self._asks(state)}
+        if asking and len(asking) == len(waiting):
+            self.gate.wait_for_answer(asking, self.ask.answer_seconds)
+            return self._next()
+        ready = [state for state in waiting if state.place not in asking]
+        return max(ready, key=lambda state: (self._promise(state), -state.place), default=None)
 
-    def _promise(self, state: _Key) -> float:
+    def _asks(self, state: KeyState) -> bool:
+        """Whether a key is stuck and waits for a person's word."""
+        return self.ask.stuck == "ask" and state.is_stuck(self.run) and not self.gate.is_answered_now(state.place)
+
+    def retune(self) -> None:
+        """See `rounds.Parent`."""
+        self.ask = effective(self.run)
+        if not self.run.replaying:
+            self.meter.limits = self.ask.limits
+            self.clock.budget_seconds = self.ask.limits.seconds
+
+    def _promise(self, state: KeyState) -> float:
         headroom = 1.0
         if state.rounds is not None and self.searching:
             headroom = max(0.0, 1.0 - state.rounds.limit_share(self._ceiling_of(state)))
         return max(state.entry.stock_time_us, 1e-9) * headroom
 
-    def _turn(self, state: _Key) -> None:
+    def _turn(self, state: KeyState) -> None:
         """One round of one key."""
         if state.rounds is None and not self._open(state):
             return
@@ -246,18 +272,23 @@ class _Search:
             if not self.searching:
                 self._close(state, rounds.result())
             raise
-        if rounds.found_elsewhere is not None:
+        if self.run.begun(state.next_round) is not None:
+            pass  # it was gone on with, whatever is asked for by now
+        elif rounds.found_elsewhere is not None:
             self._close(state, _already(state.entry.key, self.workload.share(state.entry), rounds.found_elsewhere))
         elif not rounds.tried:
             words = "no proposer has a candidate for this" if not rounds.dropped else "every candidate was dropped for this"
             if rounds.rounds >= self.ask.rounds or not self.searching or not fresh:
                 self._close(state, self._lost(state, f"{words} {state.entry.key.op} key"))
-        elif rounds.rounds >= self.ask.rounds or self._is_good(state) or not fresh:
+        elif self._is_enough(state) or (not fresh and self.ask.stuck != "ask"):
+            self._close(state, rounds.result())
+        elif self.ask.stuck == "stop" and state.is_stuck(self.run):
+            self.gave_up = True
             self._close(state, rounds.result())
         if rounds.asked_to_stop:
             raise BudgetOver("asked", "a person asked the run to stop")
 
-    def _open(self, state: _Key) -> bool:
+    def _open(self, state: KeyState) -> bool:
         """Begin with a key, where there is anything to do."""
         entry = state.entry
         there = None if self.searching else self._armed(entry.key)
@@ -280,7 +311,7 @@ class _Search:
         state.rounds = KeyRounds(self, state.place, entry, context, allotted)
         return True
 
-    def _measure(self, state: _Key) -> None:
+    def _measure(self, state: KeyState) -> None:
         """What the machine can do for a key, once a run."""
         name = f"k{state.place}.ceiling"
         if self.searching and self.run.recall(Measured, name) is None:
@@ -288,11 +319,17 @@ class _Search:
                 ceiling = self.engine.ceiling(state.entry.key, self.target_for(state.entry.key))
             self.run.add(Measured(name, self.run.now(), ceiling))
 
-    def _ceiling_of(self, state: _Key) -> Ceiling | None:
+    def _ceiling_of(self, state: KeyState) -> Ceiling | None:
         node = self.run.known(Measured, f"k{state.place}.ceiling")
         return None if node is None else node.ceiling
 
-    def _is_good(self, state: _Key) -> bool:
+    def _is_enough(self, state: KeyState) -> bool:
+        """Whether a key had all the rounds that are asked for, or is good; never while the journal has a later round of it."""
+        if state.rounds is None or self.run.begun(state.next_round) is not None:
+            return False
+        return state.rounds.rounds >= self.ask.rounds or self._is_good(state)
+
+    def _is_good(self, state: KeyState) -> bool:
         """Whether a key has reached the goal; without a goal none ever has."""
         goal, rounds = self.ask.goal, state.rounds
         best = None if rounds is None else rounds.best()
@@ -307,17 +344,17 @@ class _Search:
         if self.searching and not self.run.replaying and not (isinstance(last, Stop) and last.reason == reason):
             self.run.add(self.stopped)
 
-    def _close(self, state: _Key, result: KeyResult) -> None:
+    def _close(self, state: KeyState, result: KeyResult) -> None:
         state.closed = result
         self.results.append(result)
         self.say("key_done", state.entry, message=str(result))
 
-    def _so_far(self, state: _Key, reason: str) -> KeyResult:
+    def _so_far(self, state: KeyState, reason: str) -> KeyResult:
         if state.rounds is not None and state.rounds.tried and self.searching:
             return state.rounds.result()
         return KeyResult(state.entry.key, self.workload.share(state.entry), "not_tried", reason=reason)
 
-    def _lost(self, state: _Key, reason: str) -> KeyResult:
+    def _lost(self, state: KeyState, reason: str) -> KeyResult:
         return KeyResult(state.entry.key, self.workload.share(state.entry), "not_won", reason=reason)
 
     def _report(self, *, interrupted: bool = False) -> WarmReport:
@@ -341,21 +378,8 @@ class _Search:
         return hashlib.sha256(canonical_json(parts)).hexdigest()[:16]
 
     def _armed(self, key: KernelKey) -> StoredRecord | None:
-        """A record that serves this key here, with this accuracy and thread count; the fastest of several."""
-        found: list[StoredRecord] = []
         target = self.targets.get(key.device_type)
-        if target is None:
-            return None
-        admitted = CLASSES[: CLASSES.index(self.accuracy.kind) + 1]
-        for stored in self.store.records(key.digest):
-            record = stored.record
-            notes = self.store.notes(key.digest, stored.record_id)
-            fits = record.key == key and record.target.threads == target.threads and record.verdict.timings
-            if not fits or record.verdict.accuracy_class not in admitted or _is_looser(stored, self.accuracy):
-                continue
-            if refusal(record, notes, target, stock_build()) is None:
-                found.append(stored)
-        return max(found, key=lambda stored: timing_of(stored).ratio_low, default=None)
+        return None if target is None else armed(self.store, key, target, self.accuracy)
 
     @contextmanager
     def hold(self, entry: WorkloadEntry, journal: KeyJournal) -> Iterator[StoredRecord | None]:
@@ -386,6 +410,7 @@ class _Search:
         if self.run.replaying:
             yield
             return
+        self.gate.wait_while_paused()
         name = "quiet-" + hashlib.sha256(platform.node().encode()).hexdigest()
         with self.store.work_lock(name, _QUIET_PATIENCE_S):
             yield
@@ -418,27 +443,6 @@ class _Search:
         )
 
 
-def allot(clock: Clock, times_us: Sequence[float]) -> float:
-    """Seconds from now that the first of the keys with these stock times may take: by the square root of their times, so that
-    one long key does not starve the others. Infinite without a budget."""
-    left = clock.left()
-    if left is None:
-        return math.inf
-    weights = [math.sqrt(max(time_us, 1.0)) for time_us in times_us]
-    return left * weights[0] / sum(weights)
-
-
-def timing_of(stored: StoredRecord) -> Timing:
-    """The timing that a record was accepted by."""
-    return stored.record.verdict.timings[0]
-
-
-def _is_looser(stored: StoredRecord, wanted: Accuracy) -> bool:
-    """Whether a tolerance record proved wider bounds than are wanted now."""
-    verdict = stored.record.verdict
-    return verdict.accuracy_class == "tolerance" and (verdict.atol > wanted.atol or verdict.rtol > wanted.rtol)
-
-
 def _already(key: KernelKey, share: float, stored: StoredRecord) -> KeyResult:
-    timing = timing_of(stored)
+    timing = stored.record.verdict.timings[0]
     return KeyResult(key, share, "already_there", timing.ratio, timing.ratio_low, timing.ratio_high, stored.record_id)

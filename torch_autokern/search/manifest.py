@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from torch_autokern.errors import InvalidInputError
@@ -10,6 +12,8 @@ from torch_autokern.store.key import Target
 from torch_autokern.store.workload import Workload
 
 SCHEMA = "autokern.run/1"
+# What a key does that got no further: wait for a person's word, go on all the same, or end.
+StuckPolicy = Literal["ask", "continue", "stop"]
 
 
 class Goal(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +58,8 @@ class Ceiling(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How a run searches. `ideas` for each round and key, `kernels` for each idea, `repairs` for each kernel that fails."""
+    """How a run searches. `ideas` for each round and key, `kernels` for each idea, `repairs` for each kernel that fails.
+    `stuck_rounds` without a gain make a key stuck; `answer_seconds` is how long a question waits (0: without end)."""
 
     rounds: int = 1
     ideas: int = 3
@@ -70,6 +75,9 @@ class Ask(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_seconds: float = 300.0
     patience_seconds: float = 120.0
     inbox_seconds: float = 0.0
+    stuck: StuckPolicy = "continue"
+    stuck_rounds: int = 3
+    answer_seconds: float = 0.0
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -92,9 +100,9 @@ def check(ask: Ask) -> None:
     Raises:
         InvalidInputError: says which value, and what it may be.
     """
-    for name in ("rounds", "ideas", "kernels"):
+    for name in ("rounds", "ideas", "kernels", "stuck_rounds"):
         if not 1 <= getattr(ask, name) <= 1000:
-            raise InvalidInputError(f"--{name} {getattr(ask, name)} is out of range; give 1 to 1000")
+            raise InvalidInputError(f"--{name.replace('_', '-')} {getattr(ask, name)} is out of range; give 1 to 1000")
     if not 0 <= ask.repairs <= 10:
         raise InvalidInputError(f"--repairs {ask.repairs} is out of range; give 0 to 10")
     limits = ask.limits

@@ -19,7 +19,7 @@ from torch_autokern.store.record import Verdict
 Stage = Literal["screen", "judge"]
 # Why a candidate was dropped before it was built.
 DropReason = Literal["near_duplicate", "banned", "already_tried"]
-StopReason = Literal["candidates", "tokens", "money", "time", "goal", "rounds", "no_model", "asked", "nothing_new"]
+StopReason = Literal["candidates", "tokens", "money", "time", "goal", "rounds", "no_model", "asked", "stuck", "nothing_new"]
 
 
 class _Node(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="kind"):
@@ -129,13 +129,25 @@ class Lesson(_Node, frozen=True, tag="lesson"):
 
 
 class Intervention(_Node, frozen=True, tag="intervention"):
-    """What a person told the run, with author and time (UTC). `action` is one of `steer.ACTIONS`."""
+    """What a person told the run, with author and time (UTC). `action` is one of `steer.ACTIONS`; `key` is the number of the
+    key that it is about (None: all of them, and for a kernel key 0)."""
 
     action: str
     text: str
     author: str
     time: str
     file: str
+    key: int | None = None
+
+
+class Stuck(_Node, frozen=True, tag="stuck"):
+    """A key's search got no further (`stuck.py`): why, the report in Markdown, and the question to a person."""
+
+    key: int
+    round: int
+    why: Literal["no_gain", "same_failure", "nothing_new"]
+    report: str
+    question: str
 
 
 class Example(_Node, frozen=True, tag="example"):
@@ -171,4 +183,4 @@ class Stop(_Node, frozen=True, tag="stop"):
     message: str
 
 
-Node = Idea | Offered | Complete | Outcome | Reply | Lesson | Intervention | Example | Measured | RoundEnd | Stop
+Node = Idea | Offered | Complete | Outcome | Reply | Lesson | Intervention | Example | Measured | RoundEnd | Stuck | Stop

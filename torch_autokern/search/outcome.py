@@ -6,10 +6,11 @@ from typing import Literal
 
 import msgspec
 
+from torch_autokern.search.effect import Effect
 from torch_autokern.store.key import KernelKey
 
 KeyStatus = Literal["won", "already_there", "not_won", "not_tried"]
-Activity = Literal["waiting", "building", "screening", "judging", "key_done", "finished"]
+Activity = Literal["waiting", "building", "screening", "judging", "paused", "asking", "key_done", "finished"]
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -79,13 +80,15 @@ class WarmReport(msgspec.Struct, frozen=True):
 
 
 class SearchReport(msgspec.Struct, frozen=True):
-    """How a run stands: its keys, why it ended, what it has spent (`budget.Spent`), and its folder."""
+    """How a run stands: its keys, why it ended, what it has spent (`budget.Spent`), its folder, and what people said with what
+    it brought."""
 
     search: WarmReport
     stop: str
     message: str
     spent: dict[str, float]
     run: str
+    said: tuple[Effect, ...] = ()
 
     def __str__(self) -> str:
         spent = self.spent

@@ -25,13 +25,14 @@ from torch_autokern.runtime.plan import (
     OutputArg,
     encode_plan,
 )
-from torch_autokern.search.nodes import Idea, Proof
+from torch_autokern.search.nodes import Example, Idea, Proof
 from torch_autokern.search.outcome import describe_key
 from torch_autokern.search.tried import Brief, Tried, parents
 from torch_autokern.store.key import KernelKey, canonical_json
 
 NAMES = ("system", "task", "ideas", "kernel", "repair", "again", "lesson")
 MAX_SOURCE_CHARS = 24_000  # of one kernel in a prompt
+MAX_EXAMPLE_CHARS = 8_000  # of a neighbouring key's kernel
 MAX_MESSAGE_CHARS = 4_000  # of a compiler's or the judge's words
 MAX_LISTED = 60  # ideas, newest last
 _PLACE = re.compile(r"@([a-z_]+)@")
@@ -205,8 +206,15 @@ def _kernel(one: Tried, brief: Brief) -> str:
 
 
 def _examples(brief: Brief) -> str:
-    lines = [f"- {one.words} ({one.ratio:.2f}x, for {one.key_words})" for one in brief.examples]
-    return "\n".join(lines) or "None."
+    return "\n".join(_example(one, brief.sources.get(one.source, "")) for one in brief.examples) or "None."
+
+
+def _example(one: Example, source: str) -> str:
+    head = f"### {one.words} ({one.ratio:.2f}x, for {one.key_words})"
+    if not source:
+        return head
+    cut = "" if len(source) <= MAX_EXAMPLE_CHARS else f"\n... ({len(source) - MAX_EXAMPLE_CHARS} more characters)"
+    return f"{head}\n```\n{source[:MAX_EXAMPLE_CHARS]}{cut}\n```"
 
 
 def _ideas(brief: Brief) -> str:

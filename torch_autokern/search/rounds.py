@@ -6,6 +6,7 @@ with it after a kill, and replays it.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from torch_autokern.search.budget import BudgetOver, Meter
 from torch_autokern.search.journal import KeyJournal
 from torch_autokern.search.key_search import FINALISTS, KeySearch
 from torch_autokern.search.key_search import Parent as SearchParent
+from torch_autokern.search.limits import effective
 from torch_autokern.search.manifest import Ask, Ceiling
 from torch_autokern.search.near import fingerprint
 from torch_autokern.search.nodes import (
@@ -36,11 +38,15 @@ from torch_autokern.search.nodes import (
     Proof,
     RoundEnd,
     Stage,
+    Stop,
+    Stuck,
 )
 from torch_autokern.search.outcome import KeyResult
 from torch_autokern.search.proposers import Librarian, Mender, Proposer, Receiver
+from torch_autokern.search.review import banned_sources
 from torch_autokern.search.run import EndOfJournal, Run
-from torch_autokern.search.steer import read_steering
+from torch_autokern.search.steer import new_words, read_steering
+from torch_autokern.search.stuck import describe, why_stuck
 from torch_autokern.search.tried import Brief, Offer, Tried
 from torch_autokern.store.record import StoredRecord
 from torch_autokern.store.workload import WorkloadEntry
@@ -53,6 +59,9 @@ class Parent(SearchParent, Protocol):
     ask: Ask
     meter: Meter
     proposers: Sequence[Proposer]
+
+    def retune(self) -> None:
+        """A person may have changed goal, budgets or policy."""
 
     def hold(self, entry: WorkloadEntry, journal: KeyJournal) -> AbstractContextManager[StoredRecord | None]:
         """Keep other processes from the key meanwhile; gives a record that makes the work needless, where one appeared."""
@@ -81,10 +90,13 @@ class KeyRounds:
         self.examples: list[Example] = []
         self.found_elsewhere: StoredRecord | None = None
         self.asked_to_stop = False
+        self.stuck: Stuck | None = None
+        self._stuck_after = 0
         self.rounds = 0
         self._by_name: dict[str, Tried] = {}
         self._prints: dict[str, str] = {}
         self._bans: list[str] = []
+        self._banned_sources = frozenset() if self.run.replaying else banned_sources(parent.store, entry.key.digest)
 
     def play(self, ceiling: Ceiling | None) -> int:
         """Play one round; returns how many new candidates it had.
@@ -112,6 +124,7 @@ class KeyRounds:
         if self.search.out_of_time:
             raise BudgetOver("time", "the time is used up, or too short for another step")
         self._end_round(brief.name)
+        self._look_whether_stuck(brief, fresh)
         return len(fresh)
 
     def result(self) -> KeyResult:
@@ -167,17 +180,19 @@ class KeyRounds:
 
     def _brief(self, ceiling: Ceiling | None) -> Brief:
         name = f"k{self.place}.r{self.rounds}"
-        wishes: list[tuple[str, str]] = []
+        # A stop that ended a life of the run already does not end the next one too.
+        obeyed = max((place for place, node in enumerate(self.run.nodes) if isinstance(node, Stop)), default=-1)
         for node in read_steering(self.run, name):
-            if node.action == "ban":
-                self._bans.append(node.text)
-            elif node.action == "idea":
-                wishes.append((node.text, node.author or "a person"))
-            self.asked_to_stop |= node.action == "stop"
-        hints = [node.text for node in self.run.interventions(name) if node.action == "hint"]
+            self.asked_to_stop |= node.action == "stop" and self.run.nodes.index(node) > obeyed
+        self.parent.retune()
+        heard = [node for node in self.run.interventions(name) if node.key in (None, self.place)]
+        self._bans = [node.text for node in heard if node.action == "ban"]
+        hints = [node.text for node in heard if node.action in ("hint", "answer")]
+        ideas = new_words(self.run, self.place, self.rounds, "idea")
+        wishes = [(node.text, node.author or "a person") for node in ideas]
         brief = Brief(
-            self.entry.key, self.parent.target_for(self.entry.key), self.place, self.rounds, self.parent.ask, ceiling,
-            tuple(self.tried), tuple(self.dropped), tuple(self.ideas.values()), tuple(self.lessons), hints,
+            self.entry.key, self.parent.target_for(self.entry.key), self.place, self.rounds, effective(self.run, name),
+            ceiling, tuple(self.tried), tuple(self.dropped), tuple(self.ideas.values()), tuple(self.lessons), hints,
             tuple(self._bans), wishes,
         )  # fmt: skip
         brief.examples = self._examples(brief)
@@ -192,6 +207,7 @@ class KeyRounds:
                     node = msgspec.structs.replace(example, at=self.run.now(), source=self.run.put(source))
                     self.run.add(node)
                     known.append(node)
+        brief.sources = {node.source: self.run.text(node.source) for node in known}
         return known
 
     def _gather(self, proposer: Proposer, brief: Brief) -> list[Tried]:
@@ -204,7 +220,7 @@ class KeyRounds:
         offers = proposer.propose(brief)
         self.ideas.update((node.id, node) for node in self.run.every(Idea) if _is_own_idea(node, base))
         fresh = self._admit(base, proposer.name, offers)
-        if done is None and not brief.stops:
+        if done is None and not brief.stops and (offers or not proposer.derives):
             names = [node.id for node in self.run.every(Offered) if node.id.startswith(f"{base}.") and not node.repairs]
             if not self.run.replaying:
                 self.run.add(Complete(base, self.run.now(), proposer.name, tuple(names)))
@@ -284,6 +300,8 @@ class KeyRounds:
         for ban in self._bans:
             if re.search(ban, candidate.source) or re.search(ban, candidate.idea):
                 return "banned", ban
+        if hashlib.sha256(candidate.source.encode()).hexdigest() in self._banned_sources:
+            return "banned", "a person's ban in review"
         same = self._by_name.get(candidate.candidate_id)
         if same is not None:
             return "already_tried", same.node.id
@@ -341,3 +359,21 @@ class KeyRounds:
         share = self.limit_share(None if measured is None else measured.ceiling)
         ratio, node = (best.ratio, best.node.id) if best is not None else (0.0, "")
         self.run.add(RoundEnd(name, self.run.now(), self.place, self.rounds, ratio, node, share))
+
+    def _look_whether_stuck(self, brief: Brief, fresh: Sequence[Tried]) -> None:
+        """Note it in the journal, with a report for people beside it. What the journal went on from is not looked at again."""
+        self.stuck = self.run.known(Stuck, f"{brief.name}.stuck")
+        later = self.run.begun(f"k{self.place}.r{self.rounds + 1}") is not None
+        if self.stuck is None and not later and not self.run.replaying and self.tried:
+            ends = [node for node in self.run.every(RoundEnd) if node.key == self.place]
+            patience = brief.ask.stuck_rounds
+            why = why_stuck(ends, self.tried, patience, self._stuck_after)
+            if not fresh and brief.ask.stuck == "ask":
+                why = "nothing_new"
+            if why is not None:
+                ideas = tuple(self.ideas.values())
+                self.stuck = describe(brief.name, self.run.now(), why, patience, self.tried, ideas, brief.ceiling)
+                self.run.add(self.stuck)
+        if self.stuck is not None:
+            self._stuck_after = self.rounds
+            self.run.write_beside("stuck", f"k{self.place}-r{self.rounds}.md", self.stuck.report)

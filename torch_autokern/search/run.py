@@ -6,6 +6,7 @@ RUN/journal.jsonl    checksummed nodes, in order (`lines.py`)
 RUN/blobs/<sha256>   prompts, replies, sources, plans
 RUN/inbox/           briefs out, replies in (`inbox.py`)
 RUN/steer/           what people tell the run (`steer.py`)
+RUN/stuck/           reports on keys that got no further (`stuck.py`)
 ```
 
 A run is a function of its manifest and of what came in from outside, and everything that came in is a node. So *resume* and
@@ -68,6 +69,7 @@ class Run:
         self.derived: dict[str, Candidate] = {}
         self._by_id: dict[tuple[type, str, str], Node] = {}
         self._texts: dict[str, str] = {}
+        self._begun: dict[str, int] = {}
         self._guard = threading.RLock()
         self._started = time.monotonic()
         self._before = 0.0
@@ -81,6 +83,14 @@ class Run:
     def elapsed(self) -> float:
         """Seconds that this run has worked, in all of its lives."""
         return self._before + (0.0 if self.replaying else time.monotonic() - self._started)
+
+    def stand_still(self, seconds: float) -> None:
+        """Seconds that passed in waiting for a person: the run's clock leaves them out."""
+        self._started += seconds
+
+    def begun(self, round_name: str) -> int | None:
+        """Where the journal has the first node of a round ("k0.r2"), or None."""
+        return self._begun.get(round_name)
 
     def now(self) -> float:
         """The time stamp of a new node."""
@@ -155,6 +165,19 @@ class Run:
                 raise _full(self.folder, error) from error
         return name
 
+    def write_beside(self, folder: str, name: str, text: str) -> None:
+        """A text for people; a disk that does not take it costs the text and nothing else."""
+        if self.folder is None or self.replaying:
+            return
+        path = self.folder / folder / name
+        temporary = path.with_name(temporary_name())
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(exist_ok=True, mode=0o700)
+            temporary.write_text(self.redactor.clean(text))
+            os.replace(temporary, path)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+
     def text(self, name: str) -> str:
         """A kept text by its name.
 
@@ -169,6 +192,7 @@ class Run:
             return self._texts[name]
 
     def _keep(self, node: Node) -> None:
+        self._begun.setdefault(".".join(node.id.split(".", 2)[:2]), len(self.nodes))
         self.nodes.append(node)
         stage = node.stage if isinstance(node, Outcome) else ""
         self._by_id[type(node), node.id, stage] = node
@@ -185,7 +209,7 @@ class Run:
 
     def interventions(self, prefix: str = "") -> list[Intervention]:
         """What people had said when the round `prefix` began (its own steering included), or so far."""
-        begun = next((place for place, node in enumerate(self.nodes) if node.id.startswith(f"{prefix}.")), None)
+        begun = self.begun(prefix)
         early = self.nodes if not prefix or begun is None else self.nodes[:begun]
         return [
             node for place, node in enumerate(self.nodes)

@@ -53,7 +53,7 @@ def go(
         "inbox": lambda: Inbox(_inbox(run), run.manifest.accuracy, ask.inbox_seconds, clock),
     }
     proposers = [made[name]() for name in ask.proposers]
-    return play(run, ask, store, engine or LocalEngine(allow_weak_box=allow_weak_box), proposers, meter, on_event)
+    return play(run, ask, store, engine or LocalEngine(allow_weak_box=allow_weak_box), proposers, meter, on_event, clock)
 
 
 def _inbox(run: Run) -> Path:

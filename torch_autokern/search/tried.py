@@ -82,6 +82,7 @@ class Brief:
     bans: Sequence[str] = ()
     wishes: Sequence[tuple[str, str]] = ()  # ideas of people: (text, author)
     examples: Sequence[Example] = ()
+    sources: dict[str, str] = field(default_factory=dict)  # of the examples, by the name of their blob
     stops: list[Exception] = field(default_factory=list)
 
     @property

@@ -81,6 +81,11 @@ def note_file(root: Path, key_digest: str, record_id: str, kind: str) -> Path:
     return key_folder(root, key_digest) / f"{record_id[:_DIGITS]}.{kind}.json"
 
 
+def policy_file(root: Path) -> Path:
+    """What the owner of a folder demands of its records."""
+    return root / VERSION_FOLDER / "policy.json"
+
+
 def pending_name(key_digest: str, record_id: str) -> str:
     """Name of the file that announces a record to readers of the index."""
     return f"{key_digest[:_DIGITS]}-{record_id[: _DIGITS - 1]}"

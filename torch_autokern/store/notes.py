@@ -27,13 +27,15 @@ class Quarantine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Approval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A person's word on a record: `approved`, or banned. `when` is ISO 8601 UTC."""
+    """A person's word on a record: approved, refused (this record) or `banned` (its source, whenever a search meets it again).
+    `when` is ISO 8601 UTC."""
 
     record_id: str
     approved: bool
     by: str
     reason: str
     when: str
+    banned: bool = False
 
 
 class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -52,11 +54,20 @@ NoteT = TypeVar("NoteT", Quarantine, Approval, Receipt)
 
 
 class Notes(msgspec.Struct, frozen=True):
-    """All that was noted about one record."""
+    """All that was noted about one record. `approval_wanted`: the store's policy serves only what a person approved."""
 
     quarantine: Quarantine | None = None
     approval: Approval | None = None
     receipts: tuple[Receipt, ...] = ()
+    approval_wanted: bool = False
+
+    @property
+    def may_be_shipped(self) -> bool:
+        """Whether nothing speaks against giving the record to others: it did not fail, nobody turned it down, and it was
+        approved where that is demanded."""
+        if self.approval is None:
+            return self.quarantine is None and not self.approval_wanted
+        return self.quarantine is None and self.approval.approved
 
 
 def note_kind(note: Note) -> str:
@@ -107,6 +118,7 @@ def merge_notes(first: Notes, second: Notes) -> Notes:
         quarantine=first.quarantine or second.quarantine,
         approval=first.approval or second.approval,
         receipts=first.receipts + tuple(receipt for receipt in second.receipts if receipt not in first.receipts),
+        approval_wanted=first.approval_wanted or second.approval_wanted,
     )
 
 

@@ -23,6 +23,7 @@ from torch_autokern.store.indexing import FolderIndex, announce, confirm, open_i
 from torch_autokern.store.layout import damaged_folder, note_file, record_file
 from torch_autokern.store.lock import work_lock
 from torch_autokern.store.notes import Approval, Note, Notes, Quarantine, Receipt, merge_notes
+from torch_autokern.store.policy import read_policy
 from torch_autokern.store.reading import Damaged, read_record, record_files
 from torch_autokern.store.record import KernelRecord, StoredRecord, decode_record, encode_record
 from torch_autokern.store.upkeep import (
@@ -229,10 +230,15 @@ class KernelStore:
             next((note for note in own if isinstance(note, Quarantine)), None),
             next((note for note in own if isinstance(note, Approval)), None),
             tuple(note for note in own if isinstance(note, Receipt)),
+            approval_wanted=self.demands_approval(),
         )
         for layer in self.layers:
             merged = merge_notes(merged, note_files.read_notes(layer.root, key_digest, record_id))
         return merged
+
+    def demands_approval(self) -> bool:
+        """Whether a layer's owner lets only records be served that a person approved."""
+        return any(read_policy(layer.root).approval for layer in self.layers)
 
     def lift_quarantine(self, key_digest: str, record_id: str) -> None:
         """Let a record run again: forget the note here and in every writable layer."""
