@@ -24,21 +24,22 @@ SOURCE = """
 #include <cstdint>
 #include <cmath>
 static const int64_t C = 64, P = 1024, B = 64;
-static void normalise(int64_t begin, int64_t end, void* const* p, int64_t channels, float eps) {
+static void normalise(int64_t begin, int64_t end, void* const* p, int64_t channels, double eps) {
   const float* x = static_cast<const float*>(p[0]);
   float* y = static_cast<float*>(p[1]);
   for (int64_t i = begin; i < end; ++i) {
     const int64_t at = i / (P / B) * C * P + i % (P / B) * B;
-    float sum[B] = {};
+    double sum[B] = {};  // one float sum over all channels would err as much as the judge allows
     for (int64_t c = 0; c < channels; ++c)
-      for (int64_t k = 0; k < B; ++k) { const float v = x[at + c * P + k]; sum[k] += v * v; }
-    for (int64_t k = 0; k < B; ++k) sum[k] = std::sqrt(sum[k] / C + eps);
+      for (int64_t k = 0; k < B; ++k) { const double v = x[at + c * P + k]; sum[k] += v * v; }
+    float root[B];
+    for (int64_t k = 0; k < B; ++k) root[k] = static_cast<float>(std::sqrt(sum[k] / C + eps));
     for (int64_t c = 0; c < C; ++c)
-      for (int64_t k = 0; k < B; ++k) y[at + c * P + k] = x[at + c * P + k] / sum[k];
+      for (int64_t k = 0; k < B; ++k) y[at + c * P + k] = x[at + c * P + k] / root[k];
   }
 }
-extern "C" void right(int64_t b, int64_t e, void* const* p) { normalise(b, e, p, C, 1e-5f); }
-extern "C" void drops_a_channel(int64_t b, int64_t e, void* const* p) { normalise(b, e, p, C - 1, 1e-5f); }
+extern "C" void right(int64_t b, int64_t e, void* const* p) { normalise(b, e, p, C, 1e-5); }
+extern "C" void drops_a_channel(int64_t b, int64_t e, void* const* p) { normalise(b, e, p, C - 1, 1e-5); }
 extern "C" void copies(int64_t b, int64_t e, void* const* p) {
   for (int64_t i = b * C * B; i < e * C * B; ++i) static_cast<float*>(p[1])[i] = static_cast<const float*>(p[0])[i];
 }

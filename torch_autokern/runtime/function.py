@@ -331,7 +331,7 @@ class Function:
             self.refusals.append(str(error))
 
     def _for_tracing(self, arguments: int) -> tuple[str, bool] | None:
-        """The operator's name for a call with this many tensors and nothing else, made from the first kernel that is loaded here."""
+        """The operator's name for a call with this many tensors and nothing else, from the first kernel that is loaded here."""
         if not self._asked() or getattr(_reading, "depth", False):
             return None
         own = len(self.own_tensors())
