@@ -287,7 +287,10 @@ _OFFLINE = """
 import socket, sys
 def refuse(*args, **options):
     raise AssertionError("a socket was opened")
-socket.socket = socket.create_connection = socket.getaddrinfo = refuse
+class Refused(socket.socket):  # still a class: `ssl` derives from it
+    __init__ = refuse
+socket.socket = Refused
+socket.create_connection = socket.getaddrinfo = refuse
 sys.path.insert(0, {tests!r})
 import torch, torch_autokern as ak
 from torch_autokern.store.pack_refusal import PackRefusal

@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    "files", "folders", "index", "indexing", "key", "layout", "lock", "notes", "reading", "record", "store", "upkeep",
+    "files", "folders", "index", "indexing", "key", "layout", "lock", "notes", "policy", "reading", "record", "store", "upkeep",
     "workload",
 )  # fmt: skip
 
