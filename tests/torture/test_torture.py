@@ -53,8 +53,9 @@ def test_a_little_of_every_part(part: Part) -> None:
 def test_the_short_form_finds_nothing_in_four_minutes(tmp_path: Path) -> None:
     file = tmp_path / "torture.json"
     command = [sys.executable, "-m", "tests.torture", "--short", "--json", str(file)]
+    before = _processor_s()
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=880)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used_s = _processor_s() - before
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     figures = json.loads(file.read_text())["figures"]
     assert sum(figure["bad"] for figure in figures.values()) == 0
@@ -63,7 +64,13 @@ def test_the_short_form_finds_nothing_in_four_minutes(tmp_path: Path) -> None:
         assert figures["kill points"]["trials"] >= 2_000
         assert figures["power cuts, replayed"]["trials"] + figures["power cuts, ext4"]["trials"] >= 10
     assert figures["mutations"]["trials"] >= 50_000
-    assert used.ru_utime + used.ru_stime < 240, "of the processor: how long that takes is up to who else is here"
+    assert used_s < 240, "of the processor: how long that takes is up to who else is here"
+
+
+def _processor_s() -> float:
+    """What this process's children, those of other tests too, have used of the processor so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def test_a_part_goes_on_where_it_left_off(folder: Path) -> None:
