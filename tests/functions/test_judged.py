@@ -168,7 +168,7 @@ def test_a_kernel_is_judged_stored_served_and_verified_again(tmp_path: Path) -> 
     assert stored[0].record.verdict.accuracy_class == "stock"
     assert {"zeros", "constant", "copy of the input", "lower precision"} <= stored[0].record.verdict.vacuity_probes.keys()
     again = verify_record(stored[0], target, allow_weak_box=True)
-    assert again.status == "verified", again
+    assert again.status == "holds", again
     session().store.publish(stored[0].record, stored[0].data)
     try:
         function, module, x = ak.kernel(body), ak.kernel(RMSNorm()), torch.randn(rms_norm.SHAPE)
