@@ -1,4 +1,4 @@
-/* {"op": "_softmax", "sizes": [96, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": ["wrong_value", "wrong_nonfinite", "not_deterministic", "stale_result"],
+/* {"op": "_softmax", "sizes": [96, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": ["wrong_value", "wrong_nonfinite", "not_deterministic", "stale_result", "not_written"],
     "steps": [{"entry": "candidate", "range": 96, "grain": 4, "args": ["x", "y"]}],
     "idea": "adds to what was in the output before"} */
 #include <cmath>
