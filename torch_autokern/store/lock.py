@@ -15,8 +15,9 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 _LOG = logging.getLogger("torch_autokern.store")
-# filelock's Timeout is an OSError; RuntimeError: would deadlock; ImportError: missing, or no descriptor left to import it with
-_LOCK_ERRORS = (OSError, RuntimeError, NotImplementedError, ImportError)
+# filelock's Timeout is an OSError; RuntimeError: would deadlock, or (NotImplementedError) no such locks on this system;
+# ImportError: missing, or no descriptor left to import it with
+_LOCK_ERRORS = (OSError, RuntimeError, ImportError)
 
 
 @contextmanager

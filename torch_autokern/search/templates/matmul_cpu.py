@@ -210,7 +210,7 @@ def tiles(product: Product, target: Target, width: int) -> list[Tile]:
 
 def _k_block(product: Product, tile: Tile) -> int:
     """How much of K at a time, in equal blocks: a panel of B in half of L1, and chains no longer than those of stock's products
-    (192, by their errors: one chain of 1536 has 2.7 times the error of MKL's)."""
+    (192, by their errors: one long chain errs several times as much as MKL)."""
     most = min(192, max(64, L1_BYTES // 2 // (4 * tile.vectors * tile.lanes)))
     even = -(-product.k // -(-product.k // most))
     return product.k if product.k <= most else -(-even // 8) * 8
