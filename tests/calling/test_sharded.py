@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
+from two_ranks import WORLD, on_two_ranks
 
 way = pytest.mark.way
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")]
-WORLD = 2
 B, D, HIDDEN = 4, 8, 16
 
 
@@ -35,15 +30,8 @@ class Mlp(nn.Module):
         return y
 
 
-def _worker(rank: int, port: int, queue: Any) -> None:
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    try:
-        queue.put((rank, _train_sharded(rank), _softmax_of_a_dtensor()))
-    finally:
-        dist.destroy_process_group()
+def _both(rank: int) -> tuple[Any, Any]:
+    return _train_sharded(), _softmax_of_a_dtensor()
 
 
 def _table(runs: list[Any]) -> list[str]:
@@ -81,7 +69,7 @@ def _step(model: nn.Module) -> list[torch.Tensor]:
     return [y.detach(), *(g.full_tensor() if hasattr(g, "full_tensor") else g for g in gradients)]
 
 
-def _train_sharded(rank: int) -> Any:
+def _train_sharded() -> Any:
     from tiny_kernels import assert_all_close, seen
 
     import torch_autokern as ak
@@ -123,13 +111,8 @@ def _softmax_of_a_dtensor() -> Any:
 @way("DTensor, tensor parallel (two processes)", "served", "below DTensor: the local shards' calls, alike on every rank")
 def test_tensor_parallel_over_two_processes(watch: Any) -> None:
     """Forward, backward and gradients are those of the whole model; both ranks ask for the same keys and are served alike."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
-    queue = torch.multiprocessing.get_context("spawn").SimpleQueue()
-    torch.multiprocessing.spawn(_worker, (port, queue), nprocs=WORLD)
-    ranks = sorted((queue.get() for _ in range(WORLD)), key=lambda row: row[0])
-    watch.take(ranks[0][1][0], ranks[1][1][0], ranks[0][2], ranks[1][2])
-    assert ranks[0][1] == ranks[1][1]
-    assert {"addmm", "mm", "native_layer_norm", "native_layer_norm_backward"} <= set(ranks[0][1][0])
-    assert ranks[0][2] == {"_softmax": {"hit": 1}}
+    (trained, of_softmax), (trained_1, of_softmax_1) = on_two_ranks(_both)
+    watch.take(trained[0], trained_1[0], of_softmax, of_softmax_1)
+    assert trained == trained_1
+    assert {"addmm", "mm", "native_layer_norm", "native_layer_norm_backward"} <= set(trained[0])
+    assert of_softmax == {"_softmax": {"hit": 1}}

@@ -60,10 +60,10 @@ def test_an_honest_kernel_is_right(sample: Sample) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("sample", HONEST, ids=lambda s: s.name)
-def test_an_honest_kernel_is_right_in_three_repeats(sample: Sample) -> None:
-    for _ in range(3):
-        refusal = checked(sample)
-        assert refusal is None, refusal
+def test_every_honest_kernel_is_right(sample: Sample) -> None:
+    """Once each; `benchmarks.judge_campaign` repeats them fifty times."""
+    refusal = checked(sample)
+    assert refusal is None, refusal
 
 
 def _needs_compiler(sample: Sample) -> None:

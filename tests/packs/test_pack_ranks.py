@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import os
-import socket
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from two_ranks import on_two_ranks
 
 import torch_autokern as ak
 from torch_autokern.runtime.ranks import _Choice, _difference
@@ -39,36 +36,15 @@ def test_the_coarsest_difference_is_named() -> None:
         assert words in _difference(mine, other)
 
 
-def _worker(rank: int, port: int, differ: bool, folder: str, queue: Any) -> None:
-    sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "AUTOKERN_STORE": f"{folder}/{rank if differ else 0}"}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        queue.put((rank, list(ak.check_ranks().differences), ak.check_ranks().digest))
-    finally:
-        dist.destroy_process_group()
-
-
-def _run(differ: bool, folder: Path) -> dict[int, tuple[list[str], str]]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = int(listener.getsockname()[1])
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    workers = [context.Process(target=_worker, args=(rank, port, differ, str(folder), queue)) for rank in range(2)]
-    for worker in workers:
-        worker.start()
-    found = [queue.get(timeout=200) for _ in workers]
-    for worker in workers:
-        worker.join(60)
-    return {rank: (words, digest) for rank, words, digest in found}
+def _check(rank: int, folder: str, differ: bool) -> tuple[list[str], str]:
+    os.environ["AUTOKERN_STORE"] = f"{folder}/{rank if differ else 0}"
+    return list(ak.check_ranks().differences), ak.check_ranks().digest
 
 
 @pytest.mark.long
 def test_two_ranks_with_one_store_agree(tmp_path: Path) -> None:
     (tmp_path / "0").mkdir(mode=0o700)
-    found = _run(False, tmp_path)
+    found = on_two_ranks(_check, str(tmp_path), False)
     assert found[0] == found[1] and found[0][0] == []
 
 
@@ -87,7 +63,7 @@ def test_two_ranks_with_different_packs_name_the_pack(tmp_path: Path, monkeypatc
     for public in publics():
         change_policy(tmp_path / "1", lambda policy, public=public: add_key(policy, public))  # type: ignore[misc]
     assert isinstance(install_pack(split(good()), tmp_path / "1", read_binaries), Pack)
-    found = _run(True, tmp_path)
-    for words, _ in found.values():
+    found = on_two_ranks(_check, str(tmp_path), True)
+    for words, _ in found:
         assert len(words) == 1 and words[0].startswith("rank 1: pack tiny is 3 ") and words[0].endswith("on rank 0 absent")
     assert found[0][1] != found[1][1]

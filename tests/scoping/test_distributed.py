@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import nn
+from two_ranks import WORLD, on_two_ranks
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(not dist.is_available(), reason="this torch has no distributed package")]
-WORLD = 2
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 def _train(model: nn.Module, rank: int) -> list[torch.Tensor]:
@@ -37,17 +26,6 @@ def _train(model: nn.Module, rank: int) -> list[torch.Tensor]:
         (y * torch.arange(1.0, 33.0).view(4, 8)).sum().backward()
         optimizer.step()
     return [*(p.detach().clone() for p in model.parameters()), y.detach()]
-
-
-def _worker(rank: int, port: int, case: str, queue: Any) -> None:
-    sys.path.insert(0, str(Path(__file__).parents[1]))
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    try:
-        queue.put((rank, CASES[case](rank)))
-    finally:
-        dist.destroy_process_group()
 
 
 def _models() -> tuple[nn.Module, nn.Module]:
@@ -109,9 +87,10 @@ CASES: dict[str, Callable[[int], str]] = {
 }
 
 
+def _case(rank: int, case: str) -> str:
+    return CASES[case](rank)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_two_ranks_train_as_in_stock(case: str) -> None:
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    torch.multiprocessing.spawn(_worker, (_free_port(), case, queue), nprocs=WORLD)
-    assert {queue.get() for _ in range(WORLD)} == {(rank, "right and served") for rank in range(WORLD)}
+    assert on_two_ranks(_case, case) == ["right and served"] * WORLD
