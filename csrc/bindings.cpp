@@ -2,6 +2,8 @@
 #include <ATen/SequenceNumber.h>
 #include <torch/extension.h>
 
+#include <algorithm>
+
 #include "call.h"
 #include "function.h"
 #include "plan.h"
@@ -23,10 +25,38 @@ ak::TensorLayout layout_from(const py::object& value) {
   return {true, static_cast<at::ScalarType>(std::get<0>(tuple)), std::get<1>(tuple), std::get<2>(tuple)};
 }
 
-using StepTuple = std::tuple<std::string, int64_t, int64_t, std::vector<std::tuple<int, uint32_t, int64_t>>>;
+ak::PointerArg pointer_from(const py::handle& value) {
+  const auto [kind, index, offset] = value.cast<std::tuple<int, uint32_t, int64_t>>();
+  return {static_cast<ak::PointerArg::Kind>(kind), index, offset};
+}
+
+// ("cpu", entry, range, grain, pointers) or ("library", function, operands, output, result, alpha, beta)
+ak::CpuStep cpu_step_from(const py::tuple& row, const ak::Library& library) {
+  if (row[0].cast<std::string>() == "library") {
+    static const std::array<std::string, 4> names{"mm", "addmm", "bmm", "baddbmm"};
+    const auto* name = std::find(names.begin(), names.end(), row[1].cast<std::string>());
+    TORCH_CHECK(name != names.end(), "autokern: a library step asks for ", row[1].cast<std::string>());
+    ak::LibraryCall call{
+        static_cast<ak::LibraryCall::Function>(name - names.begin()), {}, row[3].cast<uint32_t>(), layout_from(row[4]),
+        row[5].cast<double>(), row[6].cast<double>()};
+    for (const auto& item : row[2].cast<py::list>()) {
+      const auto pair = item.cast<py::tuple>();
+      call.operands.emplace_back(pair[0].cast<uint32_t>(), layout_from(pair[1]));
+    }
+    return {nullptr, 0, 0, {}, std::move(call)};
+  }
+  const auto entry = row[1].cast<std::string>();
+  ak::CpuStep step{
+      reinterpret_cast<decltype(ak::CpuStep::entry)>(library.symbol(entry)), row[2].cast<int64_t>(),
+      row[3].cast<int64_t>(), {}, std::nullopt};
+  for (const auto& pointer : row[4].cast<py::list>()) {
+    step.args.push_back(pointer_from(pointer));
+  }
+  return step;
+}
 
 std::shared_ptr<ak::Kernel> make_kernel(
-    const std::string& record_id, const std::shared_ptr<ak::Library>& library, const std::vector<StepTuple>& steps,
+    const std::string& record_id, const std::shared_ptr<ak::Library>& library, const std::vector<py::tuple>& steps,
     const std::vector<std::pair<size_t, bool>>& workspaces, const std::vector<py::object>& outputs,
     size_t input_count) {
   auto kernel = std::make_shared<ak::Kernel>();
@@ -40,20 +70,11 @@ std::shared_ptr<ak::Kernel> make_kernel(
   for (const auto& [size_bytes, zeroed] : workspaces) {
     plan.workspaces.push_back({size_bytes, zeroed});
   }
-  for (const auto& [entry, range, grain, args] : steps) {
-    ak::CpuStep step{reinterpret_cast<decltype(ak::CpuStep::entry)>(library->symbol(entry)), range, grain, {}};
-    for (const auto& [kind, index, offset] : args) {
-      step.args.push_back({static_cast<ak::PointerArg::Kind>(kind), index, offset});
-    }
-    plan.steps.push_back(std::move(step));
+  for (const py::tuple& row : steps) {
+    plan.steps.push_back(cpu_step_from(row, *library));
   }
   plan.check();
   return kernel;
-}
-
-ak::PointerArg pointer_from(const py::handle& value) {
-  const auto [kind, index, offset] = value.cast<std::tuple<int, uint32_t, int64_t>>();
-  return {static_cast<ak::PointerArg::Kind>(kind), index, offset};
 }
 
 // ("kernel", entry, grid, block, cluster, shared_bytes, cooperative, programmatic, parameters, maps)

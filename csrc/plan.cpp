@@ -1,7 +1,10 @@
 #include "plan.h"
 
+#include <ATen/CPUFunctions.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
@@ -69,6 +72,30 @@ bool TensorLayout::matches(const at::Tensor& t) const {
          reinterpret_cast<uintptr_t>(t.const_data_ptr()) % t.element_size() == 0; // kernels may use aligned stores
 }
 
+// Straight to PyTorch's CPU kernels: no dispatch, so neither an override nor autograd sees this call.
+void LibraryCall::run(void* const* inputs, void* const* outputs) const {
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const auto tensor = [](void* data, const TensorLayout& layout) {
+    return at::from_blob(data, layout.sizes, layout.strides, at::TensorOptions(layout.dtype));
+  };
+  const auto operand = [&](size_t i) { return tensor(inputs[operands[i].first], operands[i].second); };
+  at::Tensor out = tensor(outputs[output], result);
+  switch (function) {
+    case Function::kMm:
+      at::cpu::mm_out(out, operand(0), operand(1));
+      break;
+    case Function::kBmm:
+      at::cpu::bmm_out(out, operand(0), operand(1));
+      break;
+    case Function::kAddmm:
+      at::cpu::addmm_out(out, operand(0), operand(1), operand(2), beta, alpha);
+      break;
+    case Function::kBaddbmm:
+      at::cpu::baddbmm_out(out, operand(0), operand(1), operand(2), beta, alpha);
+      break;
+  }
+}
+
 void Plan::check_pointer(const PointerArg& arg) const {
   const size_t limit = arg.kind == PointerArg::Kind::kInput    ? input_count
                        : arg.kind == PointerArg::Kind::kOutput ? outputs.size()
@@ -79,6 +106,12 @@ void Plan::check_pointer(const PointerArg& arg) const {
 void Plan::check() const {
   TORCH_CHECK(workspaces.size() <= kMaxWorkspaces, "autokern: too many workspaces in a plan");
   for (const CpuStep& step : steps) {
+    if (step.product) {
+      for (const auto& [index, layout] : step.product->operands) {
+        check_pointer({PointerArg::Kind::kInput, index, 0});
+      }
+      check_pointer({PointerArg::Kind::kOutput, step.product->output, 0});
+    }
     TORCH_CHECK(step.args.size() <= kMaxPointers, "autokern: too many pointers in a step");
     for (const PointerArg& arg : step.args) {
       check_pointer(arg);
@@ -147,6 +180,10 @@ void Plan::run_cpu(void* const* inputs, void* const* output_addresses, const Mem
     }
   }
   for (const CpuStep& step : steps) {
+    if (step.product) {
+      step.product->run(inputs, output_addresses);
+      continue;
+    }
     std::array<void*, kMaxPointers> pointers;
     for (size_t i = 0; i < step.args.size(); ++i) {
       pointers[i] = address(step.args[i], inputs, output_addresses, memory);

@@ -6,8 +6,10 @@
 #include <array>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cuda_driver.h"
@@ -46,11 +48,23 @@ struct PointerArg {
   int64_t offset_bytes;
 };
 
+// Stock's own product in its `out` form, on inputs and an output as they lie.
+struct LibraryCall {
+  enum class Function : uint8_t { kMm, kAddmm, kBmm, kBaddbmm } function;
+  std::vector<std::pair<uint32_t, TensorLayout>> operands; // index among the inputs
+  uint32_t output;
+  TensorLayout result;
+  double alpha, beta;
+
+  void run(void* const* inputs, void* const* outputs) const;
+};
+
 struct CpuStep {
-  void (*entry)(int64_t begin, int64_t end, void* const* pointers);
+  void (*entry)(int64_t begin, int64_t end, void* const* pointers); // null: `product`
   int64_t range;
   int64_t grain;
   std::vector<PointerArg> args;
+  std::optional<LibraryCall> product;
 };
 
 // A tensor map (TMA descriptor) is encoded at every launch, because it holds the address. Fields as in

@@ -246,7 +246,7 @@ def compute_keys(keys: Sequence[KernelKey]) -> list[Any]:
         plan = _plan(key, number)
         (step,) = plan.steps
         assert isinstance(step, CpuStep)
-        steps = [(step.entry, step.range, step.grain, [_pointer(arg, key, {}) for arg in step.args])]
+        steps = [("cpu", step.entry, step.range, step.grain, [_pointer(arg, key, {}) for arg in step.args])]
         made.append(native.Kernel(f"general {number}", library, steps, *_memory(plan, key)))
     return made
 

@@ -319,7 +319,7 @@ def test_quarantined(served: Served) -> None:
 def _kernel_with(outputs: list[object], workspaces: list[tuple[int, bool]], inputs: int = 1) -> object:
     native = extension()
     library = native.Library.load(artifact().binary, artifact().identity)
-    steps = [("softmax", B, 1, [(0, 0, 0), (1, 0, 0)])]
+    steps = [("cpu", "softmax", B, 1, [(0, 0, 0), (1, 0, 0)])]
     return native.Kernel("test", library, steps, workspaces, outputs, inputs)
 
 

@@ -13,7 +13,7 @@ from torch_autokern.build.candidate import Candidate, Language
 from torch_autokern.errors import InvalidInputError, PlanError
 from torch_autokern.ops import SPECS
 from torch_autokern.ops.spec import DTYPE_CODES, OpSpec, itemsize
-from torch_autokern.runtime.plan import MAX_PLAN_BYTES, CpuStep, LaunchPlan, decode_plan
+from torch_autokern.runtime.plan import CPU_STEPS, MAX_PLAN_BYTES, LaunchPlan, decode_plan
 from torch_autokern.store.key import DeviceType, KernelKey, Scalar, TensorKey
 
 SOURCES: dict[str, Language] = {"kernel.cpp": "cpp", "kernel.cu": "cuda", "kernel.py": "triton"}
@@ -152,7 +152,7 @@ def _plan(path: Path, source: str, device_type: DeviceType) -> LaunchPlan:
         plan = decode_plan(_read(path, MAX_PLAN_BYTES).encode())
     except PlanError as error:
         raise InvalidInputError(f"{path}: {error}") from error
-    if isinstance(plan.steps[0], CpuStep) != (device_type == "cpu"):  # a plan never mixes them
+    if isinstance(plan.steps[0], CPU_STEPS) != (device_type == "cpu"):  # a plan never mixes them
         seen, wanted = ("GPU", "CPU") if device_type == "cpu" else ("CPU", "GPU")
         raise InvalidInputError(f"{path}: the plan has {seen} steps, and {source} runs on a {wanted}")
     return plan

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from torch_autokern.runtime.cubin import CubinInfo, EntryInfo, MalformedCubinError, read_cubin
-from torch_autokern.runtime.plan import CpuStep, FloatArg, IntArg, KernelArg, KernelStep, LaunchPlan, TensorMapArg
+from torch_autokern.runtime.plan import CPU_STEPS, FloatArg, IntArg, KernelArg, KernelStep, LaunchPlan, TensorMapArg
 
 # Most shared memory of one block with the driver's KiB taken off, by capability: CUDA C++ Programming Guide, "Technical
 # Specifications per Compute Capability". A capability that is not listed gets what every block may have.
@@ -80,7 +80,7 @@ def _image_problems(info: CubinInfo, arch: str) -> Iterator[str]:
 
 def _plan_problems(info: CubinInfo, plan: LaunchPlan, arch: str) -> Iterator[str]:
     for step in plan.steps:
-        if isinstance(step, CpuStep):
+        if isinstance(step, CPU_STEPS):
             yield "a GPU kernel's plan has cpu steps"
         elif isinstance(step, KernelStep):
             entry = info.entries.get(step.entry)

@@ -13,11 +13,13 @@ from torch_autokern.errors import BuildError, PlanError
 from torch_autokern.ops.spec import DTYPE_CODES
 from torch_autokern.runtime.extension import extension
 from torch_autokern.runtime.plan import (
+    CPU_STEPS,
     CpuStep,
     FloatArg,
     InputArg,
     IntArg,
     LaunchPlan,
+    LibraryStep,
     MemsetStep,
     OutputArg,
     PointerArg,
@@ -73,13 +75,7 @@ def load_cpu_kernel(binary: bytes, identity: str, plan: LaunchPlan, key: KernelK
     native = extension()
     library = native.Library.load(binary, identity)
     names = _workspace_names(plan)
-    steps = [
-        (step.entry, step.range, step.grain, [_pointer(arg, key, names) for arg in step.args])
-        for step in plan.steps
-        if isinstance(step, CpuStep)
-    ]
-    if len(steps) != len(plan.steps):
-        raise PlanError("a CPU kernel's plan has GPU steps")
+    steps = [_cpu_step(step, key, names) for step in plan.steps]
     return LoadedKernel(key, native.Kernel(record_id, library, steps, *_memory(plan, key)))
 
 
@@ -115,10 +111,43 @@ def _workspace_names(plan: LaunchPlan) -> dict[str, int]:
     return {workspace.name: index for index, workspace in enumerate(plan.workspaces)}
 
 
+def _cpu_step(step: Step, key: KernelKey, workspaces: dict[str, int]) -> tuple[object, ...]:
+    if isinstance(step, CpuStep):
+        return "cpu", step.entry, step.range, step.grain, [_pointer(arg, key, workspaces) for arg in step.args]
+    if isinstance(step, LibraryStep):
+        return _library_step(step, key)
+    raise PlanError("a CPU kernel's plan has GPU steps")
+
+
+def _library_step(step: LibraryStep, key: KernelKey) -> tuple[object, ...]:
+    """A product of the key's own tensors; stock itself checks whether an addend broadcasts."""
+    operands = [_tensor(InputArg(index), key) for index in step.operands]
+    result = _tensor(OutputArg(step.output), key)
+    a, b = operands[-2:]
+    rank = 3 if step.function in ("bmm", "baddbmm") else 2
+    fits = len(a.sizes) == len(b.sizes) == rank and a.sizes[-1] == b.sizes[-2] and a.sizes[:-2] == b.sizes[:-2]
+    if not fits or result.sizes != (*a.sizes[:-1], b.sizes[-1]) or len({t.dtype for t in (*operands, result)}) > 1:
+        raise PlanError(
+            f"library step {step.function!r}: a {a.dtype} product of {a.sizes} and {b.sizes} is not a {result.dtype} "
+            f"{result.sizes}"
+        )
+    rows = [(index, _layout(tensor)) for index, tensor in zip(step.operands, operands, strict=True)]
+    return "library", step.function, rows, step.output, _layout(result), step.alpha, step.beta
+
+
+def _tensor(arg: InputArg | OutputArg, key: KernelKey) -> TensorKey:
+    """The tensor of the key that is pointed at, present."""
+    kind, index, _ = _pointer(arg, key, {})
+    tensor = (key.outputs if kind else key.tensors)[index]
+    if tensor is None:
+        raise PlanError(f"a step works on {'output' if kind else 'input'} {index} of {key.op}, which this call does not have")
+    return tensor
+
+
 def _cuda_step(step: Step, key: KernelKey, workspaces: dict[str, int]) -> tuple[object, ...]:
     if isinstance(step, MemsetStep):
         return "memset", _pointer(step.target, key, workspaces), step.size_bytes, step.value
-    if isinstance(step, CpuStep):
+    if isinstance(step, CPU_STEPS):
         raise PlanError("a GPU kernel's plan has cpu steps")
     parameters: list[tuple[str, object]] = []
     maps: list[tuple[object, ...]] = []

@@ -74,6 +74,17 @@ class CpuStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cpu"
     args: tuple[PointerArg, ...]
 
 
+class LibraryStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="library", tag_field="kind"):
+    """Stock's own product on a CPU, in its `out` form: `function` of the inputs with the indices `operands` (schema order of
+    `function`) into result `output`, with the key's layouts. `alpha` and `beta` are read by addmm and baddbmm only."""
+
+    function: Literal["mm", "addmm", "bmm", "baddbmm"]
+    operands: tuple[int, ...]
+    output: int = 0
+    alpha: float = 1.0
+    beta: float = 1.0
+
+
 class IntArg(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="int", tag_field="kind"):
     """An integer parameter of 32 or 64 bits; negative values as two's complement."""
 
@@ -130,7 +141,8 @@ class MemsetStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="m
     value: int = 0
 
 
-Step = CpuStep | KernelStep | MemsetStep
+Step = CpuStep | LibraryStep | KernelStep | MemsetStep
+CPU_STEPS = (CpuStep, LibraryStep)
 
 
 class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -143,7 +155,7 @@ class LaunchPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 def entries(plan: LaunchPlan) -> tuple[str, ...]:
     """Names of the functions that a plan calls, each once, in order."""
-    return tuple(dict.fromkeys(step.entry for step in plan.steps if not isinstance(step, MemsetStep)))
+    return tuple(dict.fromkeys(step.entry for step in plan.steps if isinstance(step, CpuStep | KernelStep)))
 
 
 def encode_plan(plan: LaunchPlan) -> bytes:
@@ -188,7 +200,7 @@ def validate(plan: LaunchPlan) -> None:
         if workspace.name in sizes:
             raise PlanError(f"workspace {workspace.name!r} is declared twice")
         sizes[workspace.name] = workspace.size_bytes
-    if len({isinstance(step, CpuStep) for step in plan.steps}) > 1:
+    if len({isinstance(step, CPU_STEPS) for step in plan.steps}) > 1:
         raise PlanError("a plan runs on one device: cpu steps and GPU steps cannot be mixed")
     for step in plan.steps:
         _check_step(step, sizes)
@@ -202,6 +214,9 @@ def _check_step(step: Step, workspace_sizes: dict[str, int]) -> None:
         room = workspace_sizes[step.target.name] if isinstance(step.target, WorkspaceArg) else math.inf
         if step.target.offset_bytes + step.size_bytes > room:
             raise PlanError(f"memset: {step.size_bytes} bytes from {step.target.offset_bytes} in a workspace of {room}")
+        return
+    if isinstance(step, LibraryStep):
+        _check_library(step)
         return
     _check_name(step.entry)
     if len(step.args) > MAX_ARGS:
@@ -219,6 +234,16 @@ def _check_step(step: Step, workspace_sizes: dict[str, int]) -> None:
             raise PlanError(f"step {step.entry!r}: range {step.range} and grain {step.grain} must be positive")
     else:
         _check_launch(step)
+
+
+def _check_library(step: LibraryStep) -> None:
+    wanted = 3 if step.function in ("addmm", "baddbmm") else 2
+    if len(step.operands) != wanted:
+        raise PlanError(f"library step {step.function!r} has {len(step.operands)} operands; expected {wanted}")
+    for index in (*step.operands, step.output):
+        _check_pointer(step.function, InputArg(index), {})
+    if not (math.isfinite(step.alpha) and math.isfinite(step.beta)):
+        raise PlanError(f"library step {step.function!r}: alpha {step.alpha} and beta {step.beta} must be finite")
 
 
 def _check_launch(step: KernelStep) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from torch_autokern.build.candidate import Candidate, Language
 from torch_autokern.errors import InvalidInputError, PlanError
-from torch_autokern.runtime.plan import CpuStep, decode_plan
+from torch_autokern.runtime.plan import CPU_STEPS, decode_plan
 from torch_autokern.store.key import DeviceType
 
 MAX_REPLY_BYTES = 1 << 20
@@ -110,7 +110,7 @@ def read_kernel(text: str, device: DeviceType, idea: str, author: str, parents: 
         plan = decode_plan(bytes(reply.plan))
     except PlanError as error:
         raise InvalidInputError(f"the plan cannot be used: {error}") from error
-    if any(isinstance(step, CpuStep) != (device == "cpu") for step in plan.steps):
+    if any(isinstance(step, CPU_STEPS) != (device == "cpu") for step in plan.steps):
         raise InvalidInputError(f"the plan has steps for another device than {device}")
     words = " ".join(reply.idea.split())[:MAX_IDEA_CHARS] or idea
     return Candidate(reply.language, reply.source, plan, words, author, parents=parents)

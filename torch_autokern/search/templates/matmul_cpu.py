@@ -66,7 +66,8 @@ class Tile:
         return self.width // 4
 
 
-def _constants(product: Product, tile: Tile, **flags: object) -> str:
+def constants(product: Product, tile: Tile, **flags: object) -> str:
+    """The numbers of a product as C++ constants, and the `flags` that a form adds."""
     addend = product.addend
     element = "float" if product.dtype == "float32" else "uint16_t"
     widen, packed = bool(flags.get("WIDEN")), bool(flags.get("PACKED"))
@@ -131,7 +132,7 @@ def rows(product: Product, tile: Tile, packing: Packing, kc: int) -> Candidate:
     body = code.TILES.replace("@UNROLL@", "4") + (code.transpose(lanes) + code.PACKING if packing != "none" else "")
     if packing == "none":
         body += "AK_INLINE void pack_panel(const T*, float*, int64_t) {}\n"
-    source = prelude(tile.width) + _constants(product, tile, **flags) + code.ELEMENTS + body + END
+    source = prelude(tile.width) + constants(product, tile, **flags) + code.ELEMENTS + body + END
     source += entry("run", code.ROWS_ENTRY)
     items = product.batches * -(-product.m // tile.rows)
     arguments = _pointers(product)
@@ -156,7 +157,7 @@ def panels(product: Product, tile: Tile, packing: Packing, kc: int) -> Candidate
     body = code.TILES.replace("@UNROLL@", "4") + (code.transpose(tile.lanes) + code.PACKING if packing != "none" else "")
     if packing == "none":
         body += "AK_INLINE void pack_panel(const T*, float*, int64_t) {}\n"
-    source = prelude(tile.width) + _constants(product, tile, **flags) + code.ELEMENTS + body + END
+    source = prelude(tile.width) + constants(product, tile, **flags) + code.ELEMENTS + body + END
     source += entry("run", code.PANELS_ENTRY)
     items = product.batches * _panels(product, tile)
     plan = LaunchPlan(PLAN_VERSION, (CpuStep("run", items, _grain(product, items), _pointers(product)),))
@@ -165,7 +166,7 @@ def panels(product: Product, tile: Tile, packing: Packing, kc: int) -> Candidate
 
 def dot(product: Product, tile: Tile) -> Candidate:
     """The range is groups of `tile.vectors` columns of all batches; both operands are contiguous along K."""
-    source = prelude(tile.width) + _constants(product, tile, C=tile.vectors) + code.ELEMENTS + code.DOT + END
+    source = prelude(tile.width) + constants(product, tile, C=tile.vectors) + code.ELEMENTS + code.DOT + END
     source += entry("run", code.DOT_ENTRY)
     items = product.batches * -(-product.n // tile.vectors)
     plan = LaunchPlan(PLAN_VERSION, (CpuStep("run", items, _grain(product, items), _pointers(product)),))

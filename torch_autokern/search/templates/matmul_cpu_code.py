@@ -44,7 +44,7 @@ template <int C> AK_INLINE void put_part(uint16_t* p, vf x) {
 }
 """
 
-_EPILOGUE = """
+EPILOGUE = """
 // alpha * sum + beta * addend for the vector whose first column is `column`; `self` is at its batch and row.
 template <int C>
 AK_INLINE vf finished(vf sum, const T* self, int64_t column) {
@@ -65,7 +65,7 @@ AK_INLINE vf finished(vf sum, const T* self, int64_t column) {
 """
 
 TILES = (
-    _EPILOGUE
+    EPILOGUE
     + """
 constexpr int NR = NV * L;
 constexpr int64_t PANELS = (N + NR - 1) / NR, TILES = (M + MR - 1) / MR;
@@ -260,7 +260,7 @@ PANELS_ENTRY = """  const T* const a_all = (const T*)pointers[0];
 
 # Both operands contiguous along K and few rows: vectors run along K, and every element is a sum of L chains.
 DOT = (
-    _EPILOGUE
+    EPILOGUE
     + """
 constexpr int64_t GROUPS = (N + C - 1) / C, VECTORS = K / L * L;
 constexpr int KTAIL = (int)(K - VECTORS);
@@ -295,6 +295,18 @@ AK_INLINE void dots(const T* a, const T* b, int64_t column, T* out, const T* sel
 }
 """
 )
+
+# Range: rows of all batches, each finished where it lies.
+ADD_ENTRY = """  T* const out_all = (T*)pointers[0];
+  const T* const self_all = (const T*)pointers[1];
+  for (int64_t item = begin; item < end; item++) {
+    T* out = out_all + item / M * OB + item % M * OR;
+    const T* self = self_all + item / M * SB + item % M * SR;
+    int64_t c = 0;
+    for (; c + L <= N; c += L) put(out + c, finished<L>(numbers(out + c), self, c));
+    if constexpr (N % L != 0) put_part<N % L>(out + c, finished<N % L>(numbers_part<N % L>(out + c), self, c));
+  }
+"""
 
 # Range: batches times groups of C columns.
 DOT_ENTRY = """  const T* const a_all = (const T*)pointers[0];
