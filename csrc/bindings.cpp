@@ -37,8 +37,12 @@ ak::CpuStep cpu_step_from(const py::tuple& row, const ak::Library& library) {
     const auto* name = std::find(names.begin(), names.end(), row[1].cast<std::string>());
     TORCH_CHECK(name != names.end(), "autokern: a library step asks for ", row[1].cast<std::string>());
     ak::LibraryCall call{
-        static_cast<ak::LibraryCall::Function>(name - names.begin()), {}, row[3].cast<uint32_t>(), layout_from(row[4]),
-        row[5].cast<double>(), row[6].cast<double>()};
+        static_cast<ak::LibraryCall::Function>(name - names.begin()),
+        {},
+        row[3].cast<uint32_t>(),
+        layout_from(row[4]),
+        row[5].cast<double>(),
+        row[6].cast<double>()};
     for (const auto& item : row[2].cast<py::list>()) {
       const auto pair = item.cast<py::tuple>();
       call.operands.emplace_back(pair[0].cast<uint32_t>(), layout_from(pair[1]));
@@ -47,8 +51,11 @@ ak::CpuStep cpu_step_from(const py::tuple& row, const ak::Library& library) {
   }
   const auto entry = row[1].cast<std::string>();
   ak::CpuStep step{
-      reinterpret_cast<decltype(ak::CpuStep::entry)>(library.symbol(entry)), row[2].cast<int64_t>(),
-      row[3].cast<int64_t>(), {}, std::nullopt};
+      reinterpret_cast<decltype(ak::CpuStep::entry)>(library.symbol(entry)),
+      row[2].cast<int64_t>(),
+      row[3].cast<int64_t>(),
+      {},
+      std::nullopt};
   for (const auto& pointer : row[4].cast<py::list>()) {
     step.args.push_back(pointer_from(pointer));
   }

@@ -31,6 +31,7 @@ from torch_autokern.runtime.plan import (
     KernelArg,
     KernelStep,
     LaunchPlan,
+    LibraryStep,
     OutputArg,
     PointerArg,
     Step,
@@ -160,6 +161,8 @@ def _gpu_key(head: dict[str, Any]) -> KernelKey:
 
 
 def _cpu_step(step: dict[str, Any]) -> Step:
+    if "function" in step:
+        return LibraryStep(step["function"], tuple(step["operands"]))
     return CpuStep(step["entry"], step["range"], step["grain"], tuple(_arg(name) for name in step["args"]))
 
 

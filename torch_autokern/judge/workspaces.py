@@ -16,6 +16,7 @@ from torch_autokern.runtime.kernel import LoadedKernel, load_cpu_kernel, load_cu
 from torch_autokern.runtime.plan import (
     KernelArg,
     LaunchPlan,
+    LibraryStep,
     MemsetStep,
     OutputArg,
     Step,
@@ -70,6 +71,8 @@ def exposed(plan: LaunchPlan, key: KernelKey) -> tuple[LaunchPlan, KernelKey]:
         return OutputArg(places[arg.name], arg.offset_bytes) if isinstance(arg, WorkspaceArg) else arg
 
     def rewritten(step: Step) -> Step:
+        if isinstance(step, LibraryStep):
+            return step
         if isinstance(step, MemsetStep):
             return msgspec.structs.replace(step, target=moved(step.target))
         return msgspec.structs.replace(step, args=tuple(moved(arg) for arg in step.args))
