@@ -9,7 +9,7 @@ import msgspec
 from torch_autokern.errors import InvalidInputError
 from torch_autokern.store.record import AccuracyClass, FamilyError
 
-JUDGE_VERSION = 2
+JUDGE_VERSION = 3
 ACCEPT_RATIO = 1.02
 
 

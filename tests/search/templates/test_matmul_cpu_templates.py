@@ -60,6 +60,7 @@ GRID = [
     Call("K = 1", 9, 1, 20, addend=(9, 1)),
     Call("both operands strided", 21, 34, 19, a="strided", b="strided"),
     Call("A transposed, a full addend that is scaled", 19, 48, 33, batches=3, a="transposed", addend=(3, 19, 33), beta=-1.5),
+    Call("A transposed and B wide: blocks of A are turned in registers", 21, 45, 70, a="transposed"),
     Call("bfloat16 is widened and rounded once", 30, 70, 41, b="transposed", addend=(41,), dtype=BF16),
     Call("bfloat16 rows", 2, 130, 24, b="transposed", dtype=BF16),
 ]

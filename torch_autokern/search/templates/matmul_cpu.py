@@ -46,7 +46,7 @@ Packing = Literal["none", "stack", "workspace"]
 _PIECE = 1 << 17  # multiply-adds that a thread should get at least: about 3 us, what waking it costs
 _DOT_ROWS = 12  # above that, packing B is repaid
 _IDEAS = {
-    "matmul_rows": "Tiles of {rows} rows by {vectors} vectors, cut by rows; B packed: {packing}; K in blocks of {kc}.",
+    "matmul_rows": "Tiles of {rows} rows by {vectors} vectors, cut by rows; B packed: {packing}; A copied: {copies}; K in blocks of {kc}.",
     "matmul_panels": "Column panels of {vectors} vectors, all rows of each, {rows} at a time; B packed: {packing}.",
     "matmul_dot": "Vectors along K: {rows} rows by {vectors} columns of sums, for few rows.",
 }
@@ -70,14 +70,14 @@ def constants(product: Product, tile: Tile, **flags: object) -> str:
     """The numbers of a product as C++ constants, and the `flags` that a form adds."""
     addend = product.addend
     element = "float" if product.dtype == "float32" else "uint16_t"
-    widen, packed = bool(flags.get("WIDEN")), bool(flags.get("PACKED"))
+    copies, packed = bool(flags.get("COPIES")), bool(flags.get("PACKED"))
     numbers = {
         "M": product.m, "N": product.n, "K": product.k,
         "AB": product.a.batch, "AR": product.a.row, "AS": product.a.column,
         "BB": product.b.batch, "BS": product.b.row, "BC": product.b.column,
         "OB": product.out.batch, "OR": product.out.row,
         "SB": addend.batch if addend else 0, "SR": addend.row if addend else 0, "SC": addend.column if addend else 0,
-        "A_ROW": product.k if widen else product.a.row, "A_STEP": 1 if widen else product.a.column,
+        "A_ROW": product.k if copies else product.a.row, "A_STEP": 1 if copies else product.a.column,
     }  # fmt: skip
     lines = [f"constexpr int64_t {name} = INT64_C({value});" for name, value in numbers.items()]
     lines += [f"constexpr int MR = {tile.rows}, NV = {tile.vectors};"]
@@ -86,7 +86,7 @@ def constants(product: Product, tile: Tile, **flags: object) -> str:
     for name, value in flags.items():
         kind = "bool" if isinstance(value, bool) else "int64_t"
         lines.append(f"constexpr {kind} {name} = {str(value).lower()};")
-    lines += [f"typedef {element} T;", f"typedef {'float' if widen else element} TA;"]
+    lines += [f"typedef {element} T;", f"typedef {'float' if copies else element} TA;"]
     lines += [f"typedef {'float' if packed else element} TB;"]
     return "\n".join(lines) + "\n"
 
@@ -119,17 +119,17 @@ def _panels(product: Product, tile: Tile) -> int:
     return -(-product.n // (tile.vectors * tile.lanes))
 
 
-def rows(product: Product, tile: Tile, packing: Packing, kc: int) -> Candidate:
-    """The range is row tiles of all batches; `kc` elements of K at a time (`product.k`: all at once)."""
-    widen = product.dtype != "float32"
+def rows(product: Product, tile: Tile, packing: Packing, kc: int, copies: bool) -> Candidate:
+    """The range is row tiles of all batches; `kc` elements of K at a time (`product.k`: all at once). `copies`: a block of A is
+    copied to dense float32 rows before it is used, as every block of bfloat16 is."""
     block = _block_tiles(product, tile)
     place = 4 if product.addend else 3
     flags = {
-        "KC": kc, "BLOCK_TILES": block, "PLACE": place, "WIDEN": widen, "PACKED": packing != "none",
+        "KC": kc, "BLOCK_TILES": block, "PLACE": place, "COPIES": copies, "PACKED": packing != "none",
         "STACK_PACKED": packing == "stack",
     }  # fmt: skip
     lanes = tile.lanes
-    body = code.TILES.replace("@UNROLL@", "4") + (code.transpose(lanes) + code.PACKING if packing != "none" else "")
+    body = code.transpose(lanes) + code.TILES.replace("@UNROLL@", "4") + (code.PACKING if packing != "none" else "")
     if packing == "none":
         body += "AK_INLINE void pack_panel(const T*, float*, int64_t) {}\n"
     source = prelude(tile.width) + constants(product, tile, **flags) + code.ELEMENTS + body + END
@@ -147,14 +147,14 @@ def rows(product: Product, tile: Tile, packing: Packing, kc: int) -> Candidate:
         steps = (CpuStep("pack", panels, grain, (InputArg(product.b.index), WorkspaceArg("packed"))),)
         arguments = (*arguments, WorkspaceArg("packed"))
     plan = LaunchPlan(PLAN_VERSION, (*steps, CpuStep("run", items, _grain(product, items), arguments)), workspaces)
-    return _candidate("matmul_rows", source, plan, tile, packing=packing, kc=kc)
+    return _candidate("matmul_rows", source, plan, tile, packing=packing, kc=kc, copies=copies)
 
 
 def panels(product: Product, tile: Tile, packing: Packing, kc: int) -> Candidate:
     """The range is column panels of all batches, every row of each; B is packed a panel at a time, or not."""
-    widen = product.dtype != "float32"
-    flags = {"KC": kc, "BLOCK_TILES": _block_tiles(product, tile), "WIDEN": widen, "PACKED": packing != "none"}
-    body = code.TILES.replace("@UNROLL@", "4") + (code.transpose(tile.lanes) + code.PACKING if packing != "none" else "")
+    copies = product.dtype != "float32"
+    flags = {"KC": kc, "BLOCK_TILES": _block_tiles(product, tile), "COPIES": copies, "PACKED": packing != "none"}
+    body = code.transpose(tile.lanes) + code.TILES.replace("@UNROLL@", "4") + (code.PACKING if packing != "none" else "")
     if packing == "none":
         body += "AK_INLINE void pack_panel(const T*, float*, int64_t) {}\n"
     source = prelude(tile.width) + constants(product, tile, **flags) + code.ELEMENTS + body + END
@@ -235,12 +235,17 @@ def _propose_tile(product: Product, tile: Tile, target: Target) -> list[Candidat
         elif panel_bytes <= SCRATCH_BYTES:
             by_panels.append(panels(product, tile, "stack", kc))
     by_rows: list[Candidate] = []
-    if plain and not widen:
-        by_rows.append(rows(product, tile, "none", kc))
+    # Rows of a transposed A are a cache line an element: a copy of a block is repaid by the panels that read it.
+    turned = not widen and product.a.column != 1 and product.n >= 64 and product.k * registers(target) <= SCRATCH_BYTES
+    copies = widen or turned
+    if plain and not copies:
+        by_rows.append(rows(product, tile, "none", kc, copies))
     if packed_bytes <= SCRATCH_BYTES // 2 and (product.batches > 1 or packed_bytes <= L1_BYTES):
-        by_rows.append(rows(product, tile, "stack", kc))
+        by_rows.append(rows(product, tile, "stack", kc, copies))
     elif packed_bytes * product.batches <= MAX_WORKSPACE_BYTES:
-        by_rows.append(rows(product, tile, "workspace", kc))
+        by_rows.append(rows(product, tile, "workspace", kc, copies))
+    if plain and turned:
+        by_rows.append(rows(product, tile, "none", kc, False))
     return by_panels + by_rows if row_tiles < 8 * target.threads else by_rows + by_panels
 
 

@@ -134,9 +134,23 @@ AK_INLINE void panel_at(int64_t p, const TA* a, const TB* b, int64_t first, int6
   if (LAST_WIDTH != NR && p == PANELS - 1) panel<LAST_V, LAST_WIDTH>(a, b, first, last, out, self, p * NR);
   else panel<NV, NR>(a, b, first, last, out, self, p * NR);
 }
-// Rows [begin, end) of A as dense float32 rows of K elements.
-AK_INLINE void widen_rows(const T* a, float* to, int64_t rows) {
-  for (int64_t r = 0; r < rows; r++) {
+// `rows` rows of A as dense float32 rows of K elements.
+AK_INLINE void copy_rows(const T* a, float* to, int64_t rows) {
+  int64_t r = 0;
+  if constexpr (AR == 1 && AS != 1) {  // A lies transposed: squares of it are turned in registers
+    for (; r + L <= rows; r += L) {
+      int64_t i = 0;
+      for (; i + L <= K; i += L) {
+        vf x[L];
+        AK_UNROLL for (int j = 0; j < L; j++) x[j] = numbers(a + r + (i + j) * AS);
+        transpose_square(x);
+        AK_UNROLL for (int j = 0; j < L; j++) ak_store(to + (r + j) * K + i, x[j]);
+      }
+      for (; i < K; i++)
+        AK_UNROLL for (int j = 0; j < L; j++) to[(r + j) * K + i] = number(a + r + j + i * AS);
+    }
+  }
+  for (; r < rows; r++) {
     const T* p = a + r * AR;
     float* q = to + r * K;
     int64_t i = 0;
@@ -203,7 +217,7 @@ ROWS_ENTRY = """  const T* const a_all = (const T*)pointers[0];
   T* const out_all = (T*)pointers[2];
   const T* const self_all = ADDS ? (const T*)pointers[3] : nullptr;
   alignas(64) float own[STACK_PACKED ? PANELS * K * NR : 1];
-  alignas(64) float wide[WIDEN ? BLOCK_TILES * MR * K : 1];
+  alignas(64) float dense[COPIES ? BLOCK_TILES * MR * K : 1];
   for (int64_t item = begin; item < end;) {
     const int64_t batch = item / TILES, start = item % TILES;
     const int64_t stop = TILES < start + end - item ? TILES : start + end - item;
@@ -214,14 +228,14 @@ ROWS_ENTRY = """  const T* const a_all = (const T*)pointers[0];
       const int64_t last = stop < first + BLOCK_TILES ? stop : first + BLOCK_TILES;
       const int64_t row = first * MR;
       const T* a = a_all + batch * AB + row * AR;
-      if (WIDEN) widen_rows(a, wide, (last * MR < M ? last * MR : M) - row);
+      if (COPIES) copy_rows(a, dense, (last * MR < M ? last * MR : M) - row);
       T* out = out_all + batch * OB + row * OR;
       const T* self = self_all + batch * SB + row * SR;
       for (int64_t p = 0; p < PANELS; p++) {
         const TB* from = STACK_PACKED ? (const TB*)(own + p * K * NR)
                          : PACKED     ? (const TB*)((const float*)pointers[PLACE] + (batch * PANELS + p) * K * NR)
                                       : (const TB*)(b + p * NR);
-        panel_at(p, WIDEN ? (const TA*)wide : (const TA*)a, from, first, last, out, self);
+        panel_at(p, COPIES ? (const TA*)dense : (const TA*)a, from, first, last, out, self);
       }
     }
     item += stop - start;
@@ -239,19 +253,19 @@ PANELS_ENTRY = """  const T* const a_all = (const T*)pointers[0];
   T* const out_all = (T*)pointers[2];
   const T* const self_all = ADDS ? (const T*)pointers[3] : nullptr;
   alignas(64) float own[PACKED ? K * NR : 1];
-  alignas(64) float wide[WIDEN ? M * K : 1];
-  int64_t widened = -1;
+  alignas(64) float dense[COPIES ? M * K : 1];
+  int64_t copied = -1;
   for (int64_t item = begin; item < end; item++) {
     const int64_t batch = item / PANELS, p = item % PANELS;
     const T* a = a_all + batch * AB;
     const T* b = b_all + batch * BB;
-    if (WIDEN && widened != batch) widen_rows(a, wide, M);
-    widened = batch;
+    if (COPIES && copied != batch) copy_rows(a, dense, M);
+    copied = batch;
     if (PACKED) pack_panel(b, own, p);
     for (int64_t first = 0; first < TILES; first += BLOCK_TILES) {
       const int64_t last = TILES < first + BLOCK_TILES ? TILES : first + BLOCK_TILES;
       const int64_t row = first * MR;
-      const TA* rows = WIDEN ? (const TA*)wide + row * A_ROW : (const TA*)a + row * A_ROW;
+      const TA* rows = COPIES ? (const TA*)dense + row * A_ROW : (const TA*)a + row * A_ROW;
       panel_at(p, rows, PACKED ? (const TB*)own : (const TB*)(b + p * NR), first, last, out_all + batch * OB + row * OR,
                self_all + batch * SB + row * SR);
     }
