@@ -33,7 +33,10 @@ _FURTHER = frozenset({
     "linear", "mv", "addmv", "dot", "outer", "zeros", "ones", "zeros_like", "ones_like", "full_like", "eye", "threshold",
     "narrow", "roll", "rsub", "logsumexp", "log_sigmoid_forward", "logaddexp", "square", "_fused_rms_norm",
     "linalg_cross", "masked_fill", "clamp_min", "clamp_max", "cumprod", "aminmax", "nansum", "new_zeros",
-    "new_ones", "new_full",
+    "new_ones", "new_full", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward",
+    "_fused_rms_norm_backward", "gelu_backward", "silu_backward", "mish_backward", "elu_backward", "softplus_backward",
+    "sigmoid_backward", "tanh_backward", "threshold_backward", "hardswish_backward", "hardsigmoid_backward",
+    "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "log_sigmoid_backward",
 })  # fmt: skip
 _NEVER = frozenset({"from_file", "empty", "empty_like", "empty_strided", "new_empty", "resize", "item", "_local_scalar_dense"})
 _WIDE = {torch.float16, torch.bfloat16, torch.float32}

@@ -289,6 +289,13 @@ def _along(call: _Call) -> Any:
     return row if isinstance(call.made, tuple) else [row] * len(call.made)
 
 
+def _softmax_backward(call: _Call) -> int:
+    row = _elementwise(call)
+    if row in _dims(call):
+        call.mixed()
+    return row
+
+
 def _split(call: _Call) -> list[int]:
     row = call.own
     if row == call.named.get("dim", 0) % call.rank:
@@ -419,6 +426,7 @@ _RULES: dict[str, Callable[[_Call], Any]] = {
     **dict.fromkeys(("mm", "bmm", "mv", "addmm", "baddbmm"), _product),
     **dict.fromkeys(("native_layer_norm", "_fused_rms_norm"), _norm),
     **dict.fromkeys(("detach", "alias", "clone", "_to_copy", "zeros_like", "ones_like", "full_like"), _same),
+    **dict.fromkeys(("_softmax_backward_data", "_log_softmax_backward_data"), _softmax_backward),
     "slice": _slice, "select": _select, "expand": _expand, "permute": _permute, "transpose": _transpose, "linear": _linear,
     "t": lambda call: 1 - call.own if call.rank == 2 else call.own,
 }  # fmt: skip
