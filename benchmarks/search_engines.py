@@ -20,13 +20,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 
 import torch
 
 from torch_autokern.judge.outcome import Accuracy, Refusal
 from torch_autokern.ops import SPECS
+from torch_autokern.report.device import describe_device, utc_date, versions
 from torch_autokern.runtime.target import local_target
 from torch_autokern.search import templates
 from torch_autokern.search.engine import Engine, LocalEngine
@@ -120,9 +121,8 @@ def main() -> None:
             turns["local"].append(screened_a_minute(LocalEngine(), words.rows, words.width))
             turns["ray"].append(screened_a_minute(RayEngine(address, builders=2), words.rows, words.width))
     rates = {name: statistics.median(turn["candidates_a_minute"] for turn in found) for name, found in turns.items()}
-    target = local_target(threads=torch.get_num_threads())
     found = {
-        "device": str(target), "torch": torch.__version__, "date": datetime.now(timezone.utc).date().isoformat(),
+        "device": describe_device(), "versions": versions() | {"ray": metadata.version("ray")}, "date": utc_date(),
         "task": f"softmax ({words.rows}, {words.width}) float32 over the last dimension", "builders": 2,
         "candidates_a_minute": rates, "ray_over_local": round(rates["ray"] / rates["local"], 3), "turns": turns,
     }  # fmt: skip

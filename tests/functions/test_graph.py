@@ -66,7 +66,7 @@ def test_a_graph_computes_the_body_bit_by_bit_and_survives_its_text(name: str) -
         (lambda a: (lambda b: (b, b))(a + 1), "one tensor twice"),
         (lambda a: a * a.sum().item(), "values of tensors"),
         (lambda a: a[a > 0], "values of tensors"),
-        (lambda a: a * OUTSIDE, "cannot be traced"),
+        (lambda a: a * OUTSIDE, "no argument of it"),
         (lambda a: {"a": a + 1}, "returns dict"),
         (lambda a: 1.0, "returns float"),
         (lambda a: a / 0 if a.shape == () else 1 // 0, "ZeroDivisionError"),

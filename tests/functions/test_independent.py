@@ -124,7 +124,9 @@ def test_errors_of_a_cut_function_are_those_of_the_whole(small: None, monkeypatc
     assert row_axis(spec, task.key).size == 1
     (whole,) = evaluate(task, Family.NORMAL, tensors, [(wrong,), stock], stock)
     for mine, theirs in zip(cut.tallies, whole.tallies, strict=True):
-        assert mine.pool.count == theirs.pool.count and mine.pool.largest == pytest.approx(theirs.pool.largest, rel=1e-6)
+        assert mine.pool.count == theirs.pool.count
+        # The scale is measured by random moves, which are others in every chunk.
+        assert mine.pool.rms == pytest.approx(theirs.pool.rms, rel=0.1) and 0.4 < mine.pool.largest / theirs.pool.largest < 2.5
     assert cut.tallies[0].worst is not None and cut.tallies[0].worst.index == (150, 7)
 
 

@@ -53,7 +53,7 @@ def test_every_kind_of_argument_has_words() -> None:
     ("body", "has_rate"), [(lambda x: x.exp(), False), (lambda x: torch.relu(x @ x), True)], ids=["elementwise", "product"]
 )
 def test_limit_of_a_function_is_measured(body: object, has_rate: bool) -> None:
-    found = measure_ceiling(key_of(body, torch.randn(16, 16)), TARGET)
+    found = measure_ceiling(key_of(body, torch.randn(256, 256)), TARGET)
     assert found.stock_us > 0 and found.limit_us > 0 and (found.flops_per_s > 0) == has_rate
 
 
@@ -62,5 +62,6 @@ def test_a_search_of_rounds_stores_a_kernel_of_a_function(tmp_path: Path) -> Non
     report = search(tmp_path / "run", ask_for(server.url), KEY)
     server.close()
     assert report.search.keys[0].ratio == 2.1
-    assert {stored.record.key for stored in store_at(tmp_path / "store").records()} == {KEY}
+    keys = [stored.record.key for stored in store_at(tmp_path / "store").records()]
+    assert keys and all(key == KEY for key in keys)
     assert replay(tmp_path / "run", records=False).holds

@@ -76,7 +76,7 @@ def _independent(op: str, text: str, layouts: tuple[TensorKey | None, ...], most
     spec.program.observed(see, *tensors)
     said: dict[int, str] = {}
     wide = tensors[widest]
-    for dim in sorted(range(wide.dim()), key=lambda d: (-int(wide.stride(d)), d)):
+    for dim in sorted(range(wide.dim()), key=lambda d: (-wide.stride()[d], d)):
         if wide.shape[dim] < 2 or largest // wide.shape[dim] > most:
             continue
         for inputs in itertools.islice(_choices(spec, tensors, widest, dim), _MOST_CHOICES):
