@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import msgspec
@@ -190,8 +192,6 @@ def test_a_problem_is_searched_in_rounds_to_a_stored_kernel(tmp_path: Path, monk
     store.mkdir(mode=0o700)
     monkeypatch.setenv("AUTOKERN_STORE", str(store))
     run = tmp_path / "run"
-    words = [f"kernelbench:{problem}", "--proposers", "inbox", "--rounds", "1", "--wait-inbox", "0", "--out", str(run)]
-    assert CliRunner().invoke(app, ["search", *words, "--allow-weak-box"]).exit_code == 0, "nobody had anything"
     right = candidate("right")
     reply = {
         "language": "cpp",
@@ -199,9 +199,19 @@ def test_a_problem_is_searched_in_rounds_to_a_stored_kernel(tmp_path: Path, monk
         "plan": msgspec.to_builtins(right.plan),
         "idea": "channels in registers",
     }
-    (run / "inbox" / "mine.json").write_bytes(msgspec.json.encode(reply))
-    os.utime(run / "inbox" / "mine.json", (0, 0))
-    done = CliRunner().invoke(app, ["search", "--rounds", "2", "--out", str(run), "--allow-weak-box", "--json"])
+
+    def answer() -> None:
+        end = time.monotonic() + 60
+        while not list(run.glob("inbox/*.brief.md")) and time.monotonic() < end:
+            time.sleep(0.1)
+        (run / "inbox" / ".mine").write_bytes(msgspec.json.encode(reply))
+        (run / "inbox" / ".mine").rename(run / "inbox" / "mine.json")
+
+    person = threading.Thread(target=answer)
+    person.start()
+    words = [f"kernelbench:{problem}", "--proposers", "inbox", "--rounds", "1", "--wait-inbox", "2", "--out", str(run)]
+    done = CliRunner().invoke(app, ["search", *words, "--allow-weak-box", "--json"])
+    person.join()
     close_screen()
     assert done.exit_code == 0, done.output
     (measured,) = open_run(run).every(Measured)
