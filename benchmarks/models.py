@@ -22,7 +22,7 @@ from torch import nn
 
 from benchmarks.model_cases import CASES, Inputs, ModelCase, Step
 from torch_autokern import api
-from torch_autokern.cli import warm as warm_command
+from torch_autokern.cli.progress import progress_bar
 from torch_autokern.judge.device import finish
 from torch_autokern.report.device import describe_device, utc_date, versions
 from torch_autokern.report.measurement import Measurement, Row, load_measurement
@@ -83,7 +83,7 @@ def measure(case: ModelCase, options: argparse.Namespace) -> Row:
     workload = recording.workload()
     if device.type == "cuda":
         torch.cuda.empty_cache()  # the judge's processes share the card
-    with warm_command._progress(quiet=False) as show:
+    with progress_bar() as show:
         report = api.warm(workload, budget=options.budget, on_event=show, allow_weak_box=options.allow_weak_box)
     print(report, flush=True)
     api.optimize(own.model)

@@ -194,8 +194,9 @@ def kernel(target: Any = None, *, recompute: bool = False) -> Any:
         target: a function of tensors (1 to 16, those of its module included), numbers and words that returns a tensor or a
             tuple of tensors; a module, whose `forward` is replaced (copies and saved modules carry that along); or a class of
             modules. Without it, a decorator.
-        recompute: also serve calls of which a gradient is wanted; their backward computes the body again from its arguments.
-            Off, such calls run the body, because a forward that is computed twice is seldom faster.
+        recompute: also serve calls of which a gradient is wanted; their backward computes the body again from its arguments,
+            and is a function of its own that kernels are searched and served for. Off, such calls run the body, because a
+            forward that is computed twice is seldom faster.
 
     A body that draws random numbers, looks at values of tensors, writes to its arguments, uses tensors that are no arguments or
     returns a view of one cannot be one op: it runs as it is, and each such call counts as a miss with the reason `body`.

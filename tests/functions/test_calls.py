@@ -189,6 +189,43 @@ def test_recompute_serves_the_forward_and_the_gradient_is_the_bodys(table: Table
     torch.testing.assert_close(second, their_second, rtol=1e-4, atol=1e-4)
 
 
+def test_backward_of_a_recomputed_function_is_an_op_of_its_own(table: Table, x: torch.Tensor) -> None:
+    function = ak.kernel(body, recompute=True)
+    x.requires_grad_()
+    with ak.record() as recording:
+        function(x).square().sum().backward()
+    (key,) = [entry.key for entry in recording.workload().entries if ".backward:" in entry.key.op]
+    stock = x.detach().clone().requires_grad_()
+    body(stock).square().sum().backward()
+    assert x.grad is not None and stock.grad is not None and torch.equal(x.grad, stock.grad), (
+        "a miss computes what the body's does"
+    )
+    assert [t.sizes for t in key.tensors if t is not None] == [rms_norm.SHAPE] * 2
+    table.serve(key)
+    with ak.enabled():
+        (served,) = torch.autograd.grad(function(x).square().sum(), x)
+        assert bool((served == 42).all())
+        (again,) = torch.autograd.grad(function(x).square().sum(), x, create_graph=True)
+    torch.testing.assert_close(again, stock.grad)  # what is differentiated again is computed from the body
+    assert function_of(function).refusals == []
+
+
+def test_truth_of_a_backward_is_autograds_in_float64() -> None:
+    def scaled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(torch.softmax(x * w, -1))
+
+    function = ak.kernel(scaled, recompute=True)
+    x, w = torch.randn(8, 16, requires_grad=True), torch.randn(16, requires_grad=True)
+    gradient = torch.randn(8, 16)
+    with ak.record() as recording:
+        function(x, w).backward(gradient)
+    (key,) = [entry.key for entry in recording.workload().entries if ".backward:" in entry.key.op]
+    wide = [t.detach().double().requires_grad_() for t in (x, w)]
+    scaled(*wide).backward(gradient.double())
+    for mine, theirs in zip(spec_of(key).reference([x.detach(), w.detach(), gradient], key.scalars), wide, strict=True):
+        torch.testing.assert_close(mine, theirs.grad, rtol=1e-12, atol=1e-12)
+
+
 def test_vmap_and_forward_mode_fall_back_to_the_body(table: Table, x: torch.Tensor) -> None:
     function = ak.kernel(body)
     table.serve(function_of(function).key(x))

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.utils import counters
+from torch.fx import _symbolic_trace as symbolic_trace
 
 from torch_autokern.errors import BodyError
 from torch_autokern.ops import spec_of
 from torch_autokern.ops.function import function_spec, op_name
-from torch_autokern.ops.graph import MAX_GRAPH_BYTES, Program, capture, read_graph
+from torch_autokern.ops.graph import MAX_GRAPH_BYTES, Graph, Program, capture, read_graph
 from torch_autokern.ops.spec import tensor_words
 from torch_autokern.store.key import KernelKey
 
@@ -55,14 +58,15 @@ def test_a_graph_computes_the_body_bit_by_bit_and_survives_its_text(name: str) -
     ("body", "words"),
     [
         (lambda a: a.add_(1), "writes one of its arguments"),
-        (lambda a: F.dropout(a), "empty"),  # random numbers start with memory that is not written
+        (lambda a: F.dropout(a), "random numbers"),
+        (lambda a: (torch.rand(3), a + 1)[1], "random numbers"),  # nobody needs them, and the generator moves on
         (lambda a: a * torch.rand_like(a), "random numbers"),
         (lambda a: a.t(), "view"),
         (lambda a: a, "returns an argument"),
         (lambda a: (lambda b: (b, b))(a + 1), "one tensor twice"),
         (lambda a: a * a.sum().item(), "values of tensors"),
         (lambda a: a[a > 0], "values of tensors"),
-        (lambda a: a * OUTSIDE, "cannot be traced"),
+        (lambda a: a * OUTSIDE, "no argument of it"),
         (lambda a: {"a": a + 1}, "returns dict"),
         (lambda a: 1.0, "returns float"),
         (lambda a: a / 0 if a.shape == () else 1 // 0, "ZeroDivisionError"),
@@ -71,6 +75,38 @@ def test_a_graph_computes_the_body_bit_by_bit_and_survives_its_text(name: str) -
 def test_a_body_that_cannot_be_one_op_says_why(body: Body, words: str) -> None:
     with pytest.raises(BodyError, match=words):
         capture(body, [torch.randn(3, 3)])
+
+
+def test_other_threads_compile_and_call_models_while_a_body_is_read() -> None:
+    compiled = torch.compile(lambda a: a * 3, backend="eager")
+    inside, on = threading.Event(), threading.Event()
+    found: list[Graph] = []
+
+    def body(a: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        assert on.wait(60)
+        return a * 2
+
+    call = torch.nn.Module.__call__
+    reader = threading.Thread(target=lambda: found.append(capture(body, [torch.ones(3)])))
+    reader.start()
+    assert inside.wait(60)
+    before = counters["stats"]["unique_graphs"]
+    assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 3.0)) and counters["stats"]["unique_graphs"] == before + 1
+    assert torch.nn.Module.__call__ is call and not symbolic_trace._is_fx_tracing_flag
+    on.set()
+    reader.join()
+    assert [node.op for node in found[0].nodes] == ["aten.mul.Tensor"]
+
+
+def test_a_compiled_function_inside_a_body_stays_compiled_elsewhere() -> None:
+    inner = torch.compile(lambda a: a.exp() + 2, backend="eager")
+    assert [node.op for node in capture(lambda a: inner(a) * 2, [torch.ones(3)]).nodes] == [
+        "aten.exp.default", "aten.add.Tensor", "aten.mul.Tensor",
+    ]  # fmt: skip
+    before = counters["stats"]["unique_graphs"]
+    inner(torch.ones(3))
+    assert counters["stats"]["unique_graphs"] == before + 1
 
 
 def test_another_body_another_shape_and_another_constant_are_other_graphs() -> None:

@@ -13,7 +13,7 @@ import torch_autokern as ak
 from torch_autokern.judge.accuracy import Task
 from torch_autokern.judge.evidence import Evidence
 from torch_autokern.judge.families import Family
-from torch_autokern.judge.functions import changed_arguments, neighbours, row_dims, too_large, truth_changes
+from torch_autokern.judge.functions import changed_arguments, neighbours, row_dims, truth_changes
 from torch_autokern.judge.inputs import families_for, make_inputs
 from torch_autokern.judge.memory import bits
 from torch_autokern.judge.outcome import Accuracy, Reason, Refusal
@@ -29,7 +29,6 @@ from torch_autokern.runtime.session import session
 from torch_autokern.runtime.target import local_target
 from torch_autokern.search.loop import warm
 from torch_autokern.store.folders import FolderChoice
-from torch_autokern.store.key import KernelKey, TensorKey
 from torch_autokern.store.store import open_store
 from torch_autokern.store.workload import SCHEMA, Workload, WorkloadEntry
 
@@ -136,12 +135,6 @@ def test_neighbours_move_normal_elements_by_one_unit_at_most() -> None:
 def test_rows_run_along_every_long_dimension_in_turn() -> None:
     assert {row_dims((4, 1, 6, 5), drawn) for drawn in range(12)} == {(0,), (2,), (3,), (2, 3)}
     assert row_dims((1, 1), 3) == (1,)
-
-
-def test_a_key_too_large_for_a_whole_truth_is_refused_with_its_size() -> None:
-    layout = TensorKey("float32", (1 << 14, 1 << 13), (1 << 13, 1), 4)
-    reason = too_large(KernelKey("function:a:0", "cpu", (layout,), {}, (layout,)))
-    assert reason is not None and str(1 << 27) in reason
 
 
 @pytest.mark.parametrize(

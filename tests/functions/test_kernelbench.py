@@ -6,19 +6,41 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from rms_norm import candidate
+from typer.testing import CliRunner
 
 from benchmarks import kernelbench, kernelbench_problems
 from benchmarks.kernelbench_worker import Row
+from torch_autokern.cli.main import app
 from torch_autokern.errors import InvalidInputError
+from torch_autokern.judge.functions import cut_of, too_large
+from torch_autokern.judge.outcome import Reason
+from torch_autokern.judge.verdict import close_screen
 from torch_autokern.ops import spec_of
 from torch_autokern.search.kernelbench import load_problem
 from torch_autokern.search.kernelbench_child import read_problem
+from torch_autokern.search.nodes import Measured, Outcome
+from torch_autokern.search.run import open_run
 
 ROOT = Path(__file__).parents[2]
+_OF_TIME = (Reason.NOT_FASTER, Reason.TIMING_UNSTABLE)
+PROBLEM = """
+import torch
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x / torch.sqrt(torch.mean(x**2, dim=1, keepdim=True) + 1e-5)
+def get_inputs():
+    return [torch.randn(4, 64, 32, 32)]
+def get_init_inputs():
+    return []
+"""
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +69,25 @@ def test_full_sizes_are_read_without_their_memory(tmp_path: Path) -> None:
     found = read_problem(tmp_path / "36_rms_norm.py", "cpu")
     assert found.key is not None and found.key.tensors[0] is not None
     assert found.key.tensors[0].sizes == (112, 64, 512, 512)
+
+
+def test_full_sizes_can_be_judged_in_slices(tmp_path: Path) -> None:
+    kernelbench_problems.write(tmp_path, "current")
+    refused, cut, gpu = {}, {}, {}
+    for problem in kernelbench_problems.PROBLEMS:
+        key = read_problem(tmp_path / kernelbench_problems.file_name(problem), "cpu").key
+        assert key is not None
+        reason, found = too_large(key), cut_of(key)
+        refused |= {} if reason is None else {problem.number: reason}
+        cut |= {} if found is None else {problem.number: (found.size, found.inputs)}
+        on_gpu = msgspec.structs.replace(key, device_type="cuda")
+        assert too_large(on_gpu) is None
+        found = cut_of(on_gpu)
+        gpu |= {} if found is None else {problem.number: (found.size, found.inputs)}
+    assert cut.keys() == {3, 4, 7, 9, 23, 24, 36} and gpu.keys() == {4, 7, 9, 11, 23, 24, 36}
+    assert cut[36] == (112, (0,)) and cut[7] == (32768, (0, None)) and gpu[11] == (8, (0, None))
+    # 6: both operands have 2^27 elements, and every result needs all of one. 11: an eighth of the batch has 10^8.
+    assert refused.keys() == {6, 11} and "argument 1 would be used whole" in refused[6] and "joins it" in refused[11]
 
 
 def test_a_problem_is_executed_in_the_box_and_gives_a_workload(problems: Path) -> None:
@@ -140,3 +181,42 @@ def test_the_suites_rule_passes_what_the_judge_refuses(problems: Path, tmp_path:
     assert rms["suite"] == {"1e-2": True, "1e-4": True}
     assert rms["judge"] == "passes"
     assert [s["correct"] for s in report["summaries"]] == [2, 1, 1]
+
+
+@pytest.mark.long
+def test_a_problem_is_searched_in_rounds_to_a_stored_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`autokern search kernelbench:FILE`, with a kernel that somebody puts into the inbox; everything is real."""
+    problem = tmp_path / "rms_norm.py"
+    problem.write_text(PROBLEM)
+    store = tmp_path / "store"
+    store.mkdir(mode=0o700)
+    monkeypatch.setenv("AUTOKERN_STORE", str(store))
+    run = tmp_path / "run"
+    right = candidate("right")
+    reply = {
+        "language": "cpp",
+        "source": right.source,
+        "plan": msgspec.to_builtins(right.plan),
+        "idea": "channels in registers",
+    }
+
+    def answer() -> None:
+        end = time.monotonic() + 60
+        while not list(run.glob("inbox/*.brief.md")) and time.monotonic() < end:
+            time.sleep(0.1)
+        (run / "inbox" / ".mine").write_bytes(msgspec.json.encode(reply))
+        (run / "inbox" / ".mine").rename(run / "inbox" / "mine.json")
+
+    person = threading.Thread(target=answer)
+    person.start()
+    words = [f"kernelbench:{problem}", "--proposers", "inbox", "--rounds", "1", "--wait-inbox", "2", "--out", str(run)]
+    done = CliRunner().invoke(app, ["search", *words, "--allow-weak-box", "--json"])
+    person.join()
+    close_screen()
+    assert done.exit_code == 0, done.output
+    (measured,) = open_run(run).every(Measured)
+    assert measured.ceiling.limit_us > 0 and measured.ceiling.stock_us > 0
+    outcomes = open_run(run).every(Outcome)
+    # How fast it is, a busy machine may leave undecided; that it is right, not.
+    assert outcomes and all(node.refused is None or node.refused.reason in _OF_TIME for node in outcomes), outcomes
+    assert "v0 = aten.pow.Tensor_Scalar(argument0, 2)" in next((run / "inbox").rglob("*.brief.md")).read_text()

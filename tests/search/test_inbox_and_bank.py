@@ -192,7 +192,8 @@ def test_task_holds_all_that_an_author_needs() -> None:
     text = prompting.task(brief_of(), Accuracy("tolerance", 1e-3, 1e-4))
     for words in (
         "aten::_softmax", "torch.softmax(tensors[0].double()", "sizes [8, 38]", "strides [38, 1]", "x86-64-v2", "takes 90.0 us",
-        "30.0 us is about the least", "50% of the limit", "right on a first look, 1.50x", "int x;", "wide loads pay",
+        "30.0 us is about the least", "50% of the limit", "2432 bytes at 0.03 GB/s", "Profile: 2432 bytes at 0.04 GB/s",
+        "right on a first look, 1.50x", "int x;", "wide loads pay",
         "mind the tail",
         "whatever matches /rcpps/", "0.001 + 0.0001 * |truth|", "inline assembly", '"kind":"cpu"', "short rows",
     ):  # fmt: skip

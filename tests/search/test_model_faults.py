@@ -14,6 +14,7 @@ import pytest
 from search_samples import KEY_SECRET, PretendEngine, ask_for, ideas, kernel, search, start, store_at, story
 
 from torch_autokern.errors import InvalidInputError, ModelError
+from torch_autokern.report.html import page, tell
 from torch_autokern.search.nodes import Offered, Outcome, Reply
 from torch_autokern.search.redact import HIDDEN, Redactor, without_password
 from torch_autokern.search.run import open_run
@@ -137,7 +138,8 @@ def test_key_never_leaks_into_journal_texts_report_or_log(
             data = path.read_bytes()
             assert KEY_SECRET.encode() not in data and encoded.rstrip("=").encode() not in data, path
     shown = capfd.readouterr()
-    everything = (str(report), msgspec.json.encode(report).decode(), shown.out, shown.err, caplog.text)
+    told = page(tell(tmp_path / "run"))
+    everything = (str(report), msgspec.json.encode(report).decode(), told, shown.out, shown.err, caplog.text)
     assert not any(KEY_SECRET in text for text in everything)
     errors = [reply.error for reply in open_run(tmp_path / "run").every(Reply) if reply.error]
     assert any(HIDDEN in error for error in errors), "the error is kept, without the key"

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +12,7 @@ import pytest
 from search_samples import KEY, KEY_SECRET, PretendEngine, ask_for, forgetful_story, ideas, kernel, start, store_at, timeless
 from warm_samples import TARGET, candidate
 
+from benchmarks.search_engines import own_cluster
 from torch_autokern.build.candidate import Artifact
 from torch_autokern.errors import DeviceError, InvalidInputError, JudgeError, PlanError, ToolchainError
 from torch_autokern.judge.outcome import Accuracy
@@ -83,38 +78,8 @@ def test_plan_beyond_its_limits_is_refused_on_both_ends() -> None:
 def cluster() -> Iterator[str]:
     """The address of a cluster of this machine, with two CPUs and 100 MB of object store."""
     pytest.importorskip("ray", reason="the extra ray is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    # Sockets live in the folder, and their paths may have 107 characters.
-    with tempfile.TemporaryDirectory(prefix="akray", dir="/tmp") as home, open(f"{home}/log", "wb") as log:
-        paths = [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
-        environment = {
-            **os.environ, "HOME": home, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        }  # fmt: skip
-        command = [
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}", "--num-cpus=2",
-            "--num-gpus=0", f"--object-store-memory={100 << 20}", "--include-dashboard=false", f"--temp-dir={home}/r",
-            "--node-ip-address=127.0.0.1",
-        ]  # fmt: skip
-        head = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-        try:
-            _wait_until_it_answers(head, port, Path(home) / "log")
-            yield f"127.0.0.1:{port}"
-        finally:
-            os.killpg(head.pid, signal.SIGTERM)
-            try:
-                head.wait(5)
-            except subprocess.TimeoutExpired:
-                os.killpg(head.pid, signal.SIGKILL)
-                head.wait(10)
-
-
-def _wait_until_it_answers(head: subprocess.Popen[bytes], port: int, log: Path) -> None:
-    end = time.monotonic() + 90
-    while "Ray runtime started" not in log.read_text(errors="replace"):
-        assert head.poll() is None and time.monotonic() < end, log.read_text(errors="replace")[-2000:]
-        time.sleep(0.2)
+    with own_cluster(python_path=(str(HERE),)) as address:
+        yield address
 
 
 @pytest.fixture

@@ -185,7 +185,11 @@ def test_stuck_run_asks_and_goes_on_with_the_answer(tmp_path: Path, serve: Any) 
     assert (stuck.id, stuck.why) == ("k0.r3.stuck", "no_gain")
     assert "takes 66.7 us where 20.0 us is the limit" in stuck.question
     report = (folder / "stuck" / "k0-r3.md").read_text()
-    for words in ("idea 0a (by scripted): 1 kernels, best 1.50x", "- stock: 100.0 us", "(proved), 30% of the limit"):
+    for words in (
+        "idea 0a (by scripted): 1 kernels, best 1.50x",
+        "- stock: 100.0 us, 2432 bytes at 0.02 GB/s",
+        "(proved), 30% of the limit, 2432",
+    ):
         assert words in report
     time.sleep(0.3)
     assert len(nodes_of(folder, RoundEnd)) == 3, "it waits"

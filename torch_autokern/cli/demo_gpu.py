@@ -7,7 +7,8 @@ import torch
 
 from torch_autokern import api
 from torch_autokern.build.compile import toolchain
-from torch_autokern.cli import shell, warm
+from torch_autokern.cli import shell
+from torch_autokern.cli.progress import progress_bar
 from torch_autokern.judge.device import device_of
 from torch_autokern.judge.measure import copy_us
 from torch_autokern.ops import spec_of
@@ -60,7 +61,7 @@ def headline_part(budget_minutes: float, quick: bool, *, allow_weak_box: bool = 
 
         _step(3, f"warm: search, prove and time kernels for them, at most {budget_minutes:g} minutes")
         torch.cuda.empty_cache()  # the judge's processes share the card
-        with warm._progress(quiet=False) as show:
+        with progress_bar() as show:
             report = api.warm(workload, budget=budget_minutes, on_event=show, allow_weak_box=allow_weak_box)
         shell.say(f"      {report}")
 

@@ -10,7 +10,8 @@ import torch
 
 from torch_autokern import api
 from torch_autokern.build.compile_cpp import find_compiler
-from torch_autokern.cli import minilm, resident, shell, warm
+from torch_autokern.cli import minilm, resident, shell
+from torch_autokern.cli.progress import progress_bar
 from torch_autokern.report.cases import PUBLISHED, case_name
 from torch_autokern.report.keyrow import BoundCall, measure_key
 from torch_autokern.report.measurement import ModelResult, Row
@@ -165,7 +166,7 @@ class _Turns:
 
 
 def _warm(workload: Workload, budget_minutes: float) -> None:
-    with warm._progress(quiet=False) as show:
+    with progress_bar() as show:
         report = api.warm(workload, budget=budget_minutes, on_event=show)
     shell.say(f"      {report}")
 

@@ -6,21 +6,19 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.progress import Progress, TextColumn, TimeElapsedColumn
 
 from torch_autokern.cli import shell
 from torch_autokern.cli.accuracy import chosen
+from torch_autokern.cli.progress import progress_bar
 from torch_autokern.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from torch_autokern.search import engine as engines
-    from torch_autokern.search import outcome
     from torch_autokern.search.limits import Changes
     from torch_autokern.search.manifest import Ask, Goal, ModelShare, Price
     from torch_autokern.search.run import Run
@@ -133,7 +131,7 @@ def _play(
     from torch_autokern.store.store import open_store
 
     store = open_store(choice=require_folder())
-    with _progress(quiet=as_json) as show:
+    with progress_bar(quiet=as_json) as show:
         try:
             report = session.go(
                 run,
@@ -270,20 +268,3 @@ def _prices(path: Path | None) -> dict[str, Price]:
     if any(not 0 <= value < math.inf for one in prices.values() for value in (one.input_per_million, one.output_per_million)):
         raise InvalidInputError(f"--prices {path}: a price is negative or not finite")
     return prices
-
-
-@contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[outcome.Progress], None]]:
-    """A line on stderr: what happens now, how much was built, screened and refused, the best so far."""
-    columns = TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
-    with Progress(*columns, console=shell.messages(), disable=quiet, transient=True) as bar:
-        task = bar.add_task("starting", total=None)
-
-        def show(event: outcome.Progress) -> None:
-            if event.activity in ("paused", "asking"):
-                shell.say(shell.plain(f"autokern: {event.message}"))
-            best = f", best {event.best_ratio:.2f}x" if event.best_ratio else ""
-            counts = f"{event.built} built, {event.screened} screened, {event.judged} judged, {event.refused} refused"
-            bar.update(task, description=f"{event.activity}: {counts}{best}")
-
-        yield show

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from torch_autokern.cli import shell
 from torch_autokern.cli.accuracy import chosen
+from torch_autokern.cli.progress import progress_bar
 from torch_autokern.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from torch_autokern.search import outcome
 
-_WORDS = {
-    "waiting": "waiting for another process",
-    "building": "building",
-    "screening": "screening",
-    "judging": "judging finalists",
-    "key_done": "next key",
-    "finished": "done",
-}
 _MARKS = {"won": "won", "already_there": "already there", "not_won": "not won", "not_tried": "not tried"}
 
 
@@ -56,7 +46,7 @@ def warm(
     loaded = load_workload(workload)
     store = open_store(choice=require_folder())
     interrupted = False
-    with _progress(quiet=as_json) as show:
+    with progress_bar(quiet=as_json) as show:
         try:
             report = loop.warm(
                 loaded,
@@ -78,32 +68,6 @@ def warm(
         raise typer.Exit(shell.EXIT_INTERRUPTED)
     if report.budget_over:
         shell.say(f"autokern: the budget ended before everything was tried; continue with: autokern warm {workload}")
-
-
-@contextlib.contextmanager
-def _progress(*, quiet: bool) -> Iterator[Callable[[outcome.Progress], None]]:
-    """A bar on stderr: keys done, what happens now, candidates a minute, the current best, time left."""
-    console = shell.messages()
-    columns = (BarColumn(bar_width=20), TextColumn("{task.completed:.0f}/{task.total:.0f} keys"), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.description}"), console=console, disable=quiet, transient=True) as bar:
-        task = bar.add_task("starting", total=0)
-
-        def show(event: outcome.Progress) -> None:
-            bar.update(task, total=event.keys_total, completed=event.keys_done, description=_line(event))
-            if event.activity == "key_done" and event.message and not quiet:
-                bar.console.print(event.message, markup=False)
-
-        yield show
-
-
-def _line(event: outcome.Progress) -> str:
-    parts = [_WORDS[event.activity], f"{event.built} built, {event.screened} screened, {event.refused} refused"]
-    parts.append(f"{event.rate_per_minute:.0f} a minute")
-    if event.best_ratio:
-        parts.append(f"best {event.best_ratio:.2f}x")
-    if event.seconds_left is not None:
-        parts.append(f"{event.seconds_left // 60:.0f}:{event.seconds_left % 60:02.0f} left")
-    return ", ".join(parts)
 
 
 def _table(report: outcome.WarmReport) -> Table:

@@ -18,7 +18,7 @@ from torch_autokern.judge.device import chunk_elements, draw
 from torch_autokern.judge.families import Family
 from torch_autokern.judge.functions import neighbours
 from torch_autokern.judge.outcome import Accuracy, Place
-from torch_autokern.judge.rows import Permutation, permutable, permuted_stock, row_axis
+from torch_autokern.judge.rows import Permutation, on_rows, permutable, permuted_stock, row_axis
 from torch_autokern.ops.function import FunctionSpec
 from torch_autokern.ops.spec import OpSpec
 from torch_autokern.store.key import KernelKey
@@ -98,6 +98,10 @@ class Task:
     key: KernelKey
     accuracy: Accuracy
 
+    def on_rows(self, length: int) -> Task:
+        """The same on `length` slices of the row axis."""
+        return Task(*on_rows(self.spec, self.key, length), self.accuracy)
+
 
 @dataclass
 class Score:
@@ -141,13 +145,14 @@ def evaluate(
     cut = next(((t, dim) for t, dim in zip(stock, axis.outputs, strict=True) if t is not None and dim is not None), None)
     count = 1 if cut is None else cut[0].shape[cut[1]]
     widest = max((t for t in (*tensors, *stock) if t is not None), key=torch.Tensor.numel)
-    step = max(1, min(count, chunk_elements(widest.device) * count // max(widest.numel(), 1)))
+    elements = max(chunk_elements(widest.device), _used_whole(task, axis.inputs, tensors))
+    step = max(1, min(count, elements * count // max(widest.numel(), 1)))
     judged = range(count) if rows is None else rows
     for start in judged[::step]:
         length = min(step, judged.stop - start)
-        part = axis.cut(tensors, start, length)
-        truth = task.spec.reference(part, task.key.scalars)
-        scale = _scales(task, family, truth, part)
+        part, cut_task = axis.cut(tensors, start, length), task.on_rows(length)
+        truth = cut_task.spec.reference(part, cut_task.key.scalars)
+        scale = _scales(cut_task, family, truth, part)
         stock_part = axis.cut_outputs(stock, start, length)
         parts = [axis.cut_outputs(result, start, length) for result in results]
         for index, score in enumerate(scores):
@@ -159,6 +164,13 @@ def evaluate(
             for piece, got in chunk.pieces([p[index] for p in parts]):
                 piece.score(score, got, len(results) if located is None else located)
     return scores
+
+
+def _used_whole(task: Task, dims: Sequence[int | None], tensors: Outputs) -> int:
+    """Elements of the largest argument of a function that every chunk reads whole: smaller chunks would mostly read that."""
+    if not isinstance(task.spec, FunctionSpec):
+        return 0
+    return max((t.numel() for t, dim in zip(tensors, dims, strict=True) if t is not None and dim is None), default=0)
 
 
 def evaluate_with_envelope(
@@ -181,7 +193,8 @@ def evaluate_with_envelope(
     first, count_judged = run_of(SAMPLE_ELEMENTS)
     judged = range(first, first + count_judged) if sampled else None
     if isinstance(task.spec, FunctionSpec):
-        return _with_neighbours(task, family, tensors, candidates, stock, generator)
+        scores = evaluate(task, family, tensors, [*candidates, stock], stock, len(candidates), rows=judged)
+        return _with_neighbours(task.on_rows(length), family, axis.cut(tensors, start, length), scores, generator)
     part, stock_part = axis.cut(tensors, start, length), axis.cut_outputs(stock, start, length)
     count = permutable(task.spec, task.key).length
     orders = [Permutation.draw(count, generator) for _ in range(PERMUTATIONS)]
@@ -198,18 +211,17 @@ def evaluate_with_envelope(
 
 
 def _with_neighbours(
-    task: Task, family: Family, tensors: Outputs, candidates: Sequence[Outputs], stock: Outputs, generator: torch.Generator
+    task: Task, family: Family, tensors: Outputs, scores: list[Score], generator: torch.Generator
 ) -> tuple[list[Score], list[list[Pool]]]:
-    """A whole function's envelope: as called, then over neighbours of the arguments, each against its own truth."""
-    ours = len(candidates)
-    scores = evaluate(task, family, tensors, [*candidates, stock], stock, ours)
-    pools = [[score.tallies[ours].pool] for score in scores]
+    """A whole function's envelope: as called (the last tally of `scores`), then over neighbours of the arguments, each against
+    its own truth. `task` and `tensors` may be some of the rows that were scored."""
+    pools = [[score.tallies[-1].pool] for score in scores]
     for _ in range(PERMUTATIONS):
         moved = neighbours(tensors, generator)
         result = task.spec.stock(moved, task.key.scalars)
         for pool, score in zip(pools, evaluate(task, family, moved, [result], result, 0), strict=True):
             pool.append(score.tallies[0].pool)
-    return [Score(score.tallies[:ours], score.ulp) for score in scores], pools
+    return [Score(score.tallies[:-1], score.ulp) for score in scores], pools
 
 
 def plainly_wrong(task: Task, family: Family, tensors: Outputs, ours: Outputs) -> tuple[int, Tally, Limits] | None:
@@ -218,7 +230,7 @@ def plainly_wrong(task: Task, family: Family, tensors: Outputs, ours: Outputs) -
     axis = row_axis(task.spec, task.key)
     largest = max(t.numel() for t in (*tensors, *ours) if t is not None)
     length = max(1, min(axis.size, SAMPLE_ELEMENTS * axis.size // largest))
-    tensors, ours = axis.cut(tensors, 0, length), axis.cut_outputs(ours, 0, length)
+    tensors, ours, task = axis.cut(tensors, 0, length), axis.cut_outputs(ours, 0, length), task.on_rows(length)
     stock = task.spec.stock(tensors, task.key.scalars)
     for index, score in enumerate(evaluate(task, family, tensors, [ours, stock], stock)):
         result = stock[index]

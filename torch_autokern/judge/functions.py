@@ -16,22 +16,46 @@ import torch
 from torch_autokern.judge.memory import bits
 from torch_autokern.ops.function import FunctionSpec
 from torch_autokern.ops.graph import Graph
+from torch_autokern.ops.independent import Independent, independent
 from torch_autokern.store.key import KernelKey
 
 Tensors = Sequence[torch.Tensor | None]
 Results = tuple[torch.Tensor | None, ...]
-# Truth and scale of a function are computed whole: nobody knows which dimension is independent.
+# What truth and scale of a function are computed of at once, in some ten float64 tensors of that size: 5 GB, or 40 GB on a GPU.
+# Larger functions are cut along an independent dimension, where their graph shows one.
 MOST_ELEMENTS = {"cpu": 1 << 26, "cuda": 1 << 29}
+_SLICE_ELEMENTS = 1 << 24  # enough for one trial; larger slices only where there are no smaller ones
 _CHANGED = 1e-9  # of the scale, in float64: far above its rounding, far below any limit
 
 
 def too_large(key: KernelKey) -> str | None:
     """Why a function's key cannot be judged for its size, or None."""
-    largest = max(t.numel for t in (*key.tensors, *key.outputs) if t is not None)
-    most = MOST_ELEMENTS[key.device_type]
-    if largest <= most:
+    found = _cut_of(key)
+    if not isinstance(found, str):
         return None
-    return f"a function of {largest} elements cannot be judged: its float64 truth is computed whole, of {most} at most"
+    most = MOST_ELEMENTS[key.device_type]
+    return (
+        f"a function of {_largest(key)} elements cannot be judged: its float64 truth is computed of {most} at a time, and the "
+        f"judge finds no independent dimension to cut it along ({found})"
+    )
+
+
+def cut_of(key: KernelKey) -> Independent | None:
+    """Along which dimension truth is computed slice by slice, None where it is computed whole."""
+    found = _cut_of(key)
+    return None if isinstance(found, str) else found
+
+
+def _cut_of(key: KernelKey) -> Independent | str | None:
+    most = MOST_ELEMENTS[key.device_type]
+    if _largest(key) <= most:
+        return None
+    found = independent(key, min(most, _SLICE_ELEMENTS))
+    return independent(key, most) if isinstance(found, str) else found
+
+
+def _largest(key: KernelKey) -> int:
+    return max(t.numel for t in (*key.tensors, *key.outputs) if t is not None)
 
 
 def neighbours(tensors: Tensors, generator: torch.Generator) -> Results:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
+from torch_autokern.judge.functions import cut_of
 from torch_autokern.ops.function import FunctionSpec
+from torch_autokern.ops.independent import on_slices
 from torch_autokern.ops.spec import OpSpec
 from torch_autokern.store.key import KernelKey
 
@@ -44,7 +46,8 @@ def row_axis(spec: OpSpec, key: KernelKey) -> RowAxis:
     if spec.uses_matmul_precision:
         return _product_axis(key)
     if isinstance(spec, FunctionSpec):
-        return nothing
+        found = cut_of(key)
+        return nothing if found is None else RowAxis(found.size, found.inputs, found.outputs)
     first = key.tensors[0]
     reduced = spec.reduced_dims(key)
     free = [dim for dim in range(len(first.sizes)) if dim not in reduced] if first is not None else []
@@ -54,6 +57,16 @@ def row_axis(spec: OpSpec, key: KernelKey) -> RowAxis:
     parameters = spec.parameters
     inputs = tuple(None if i in parameters or t is None else dim for i, t in enumerate(key.tensors))
     return RowAxis(first.sizes[dim], inputs, tuple(None if t is None else dim for t in key.outputs))
+
+
+def on_rows(spec: OpSpec, key: KernelKey, length: int) -> tuple[OpSpec, KernelKey]:
+    """What computes `length` slices of the row axis: of a function another graph, because it has sizes inside; of other ops the
+    same."""
+    found = cut_of(key) if isinstance(spec, FunctionSpec) else None
+    if found is None or length == found.size:
+        return spec, key
+    assert isinstance(spec, FunctionSpec)
+    return on_slices(spec, key, found, length)
 
 
 def _product_axis(key: KernelKey) -> RowAxis:

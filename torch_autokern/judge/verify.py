@@ -284,7 +284,7 @@ def _probe(task: Task, family: Family, inputs: InputSet, stock: Results) -> dict
     axis = row_axis(task.spec, task.key)
     largest = max(t.numel() for t in (*inputs.tensors, *stock) if t is not None)
     length = max(1, min(axis.size, vacuity.PROBE_ELEMENTS * axis.size // largest))
-    tensors, part = axis.cut(inputs.tensors, 0, length), axis.cut_outputs(stock, 0, length)
+    tensors, part, task = axis.cut(inputs.tensors, 0, length), axis.cut_outputs(stock, 0, length), task.on_rows(length)
     made = vacuity.probes(task, tensors, part)
     scores = evaluate(task, family, tensors, list(made.values()), part)
     return {name: tuple(score.tallies[i] for score in scores) for i, name in enumerate(made)}

@@ -6,11 +6,11 @@ those of the body) and its truth (the same calls in float64).
 
 Natural scale of a function that nobody knows: for every element the larger of its own size and of what rounding the arguments
 would move it by, per unit of roundoff; but of the latter no more than the root mean square of its row (the last dimension, or
-the whole result where that has size 1). The second part is measured, not derived: three times all floating arguments are moved
-by a relative 2^-26 with random signs, in float64. For a sum of products it comes to the root of the sum of their squares, and
-so between the result and `sum |a||b|`; for an elementwise function to its size times its condition number. (Forward error of a
-backward stable algorithm: Higham, Accuracy and Stability of Numerical Algorithms, 2002, section 1.6.) The cap keeps inputs with
-a large common offset from making everything allowed.
+the whole result where that has size 1; of a slice, where truth is computed in slices). The second part is measured, not
+derived: three times all floating arguments are moved by a relative 2^-26 with random signs, in float64. For a sum of products
+it comes to the root of the sum of their squares, and so between the result and `sum |a||b|`; for an elementwise function to its
+size times its condition number. (Forward error of a backward stable algorithm: Higham, Accuracy and Stability of Numerical
+Algorithms, 2002, section 1.6.) The cap keeps inputs with a large common offset from making everything allowed.
 """
 
 from __future__ import annotations
@@ -64,6 +64,11 @@ class FunctionSpec(OpSpec):
         """What the router knows the graph by."""
         assert self.graph is not None
         return graph_words(self.graph.digest)
+
+    @property
+    def has_products(self) -> bool:
+        """Whether one of the graph's calls multiplies matrices."""
+        return self.graph is not None and any(node.op.split(".")[1] in _PRODUCTS for node in self.graph.nodes)
 
     def overload(self) -> Callable[..., Any]:
         """The graph's calls, one after the other."""

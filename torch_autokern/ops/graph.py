@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,10 +33,12 @@ _FURTHER = frozenset({
     "linear", "mv", "addmv", "dot", "outer", "zeros", "ones", "zeros_like", "ones_like", "full_like", "eye", "threshold",
     "narrow", "roll", "rsub", "logsumexp", "log_sigmoid_forward", "logaddexp", "square", "_fused_rms_norm",
     "linalg_cross", "masked_fill", "clamp_min", "clamp_max", "cumprod", "aminmax", "nansum", "new_zeros",
-    "new_ones", "new_full",
+    "new_ones", "new_full", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm_backward",
+    "_fused_rms_norm_backward", "gelu_backward", "silu_backward", "mish_backward", "elu_backward", "softplus_backward",
+    "sigmoid_backward", "tanh_backward", "threshold_backward", "hardswish_backward", "hardsigmoid_backward",
+    "mse_loss_backward", "smooth_l1_loss_backward", "huber_loss_backward", "log_sigmoid_backward",
 })  # fmt: skip
 _NEVER = frozenset({"from_file", "empty", "empty_like", "empty_strided", "new_empty", "resize", "item", "_local_scalar_dense"})
-_TRACING = threading.RLock()
 _WIDE = {torch.float16, torch.bfloat16, torch.float32}
 _HALF_TO_FLOAT = {"_softmax": 2, "_log_softmax": 2}
 
@@ -70,6 +71,30 @@ class Graph(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def digest(self) -> str:
         """SHA-256 of the text, hex."""
         return hashlib.sha256(canonical_json(self)).hexdigest()
+
+
+def listing(graph: Graph, arguments: Sequence[str]) -> str:
+    """A graph as lines that a person can read: one call each, and what is returned. `arguments` are the inputs' names."""
+    names = [*arguments, *(f"v{number}" for number in range(len(graph.nodes)))]
+
+    def words(value: Any) -> str:
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(words, value))}]"
+        if not isinstance(value, dict):
+            return repr(value)
+        if "n" in value:
+            return names[value["n"]] + (f"[{value['o']}]" if "o" in value else "")
+        ((kind, word),) = value.items()
+        return {"f": lambda: repr(float.fromhex(word)), "d": lambda: "the arguments' device"}.get(
+            kind, lambda: f"torch.{word}"
+        )()
+
+    lines = []
+    for number, node in enumerate(graph.nodes):
+        given = [*map(words, node.args), *(f"{name}={words(value)}" for name, value in node.kwargs.items())]
+        lines.append(f"v{number} = {node.op}({', '.join(given)})")
+    outputs = ", ".join(map(words, graph.outputs))
+    return "\n".join([*lines, f"return {outputs}"])
 
 
 def graph_words(digest: str) -> tuple[int, int]:
@@ -244,82 +269,13 @@ def capture(body: Callable[..., Any], tensors: Sequence[torch.Tensor], parameter
         BodyError: it cannot be written down: random numbers, values of tensors that decide, writes to arguments, tensors that
             are no arguments, results that share memory with an argument or with each other, or an op that graphs do not have.
     """
-    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch_autokern.ops.trace import trace
 
-    single = True
-
-    def flat(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        nonlocal single
-        result = body(*given)
-        single = isinstance(result, torch.Tensor)
-        results = (result,) if single else result
-        if not isinstance(results, tuple | list) or not all(isinstance(r, torch.Tensor) for r in results):
-            raise BodyError(f"it returns {type(result).__name__}; an op returns a tensor or a tuple of tensors")
-        return tuple(results)
-
-    try:
-        # The tracer keeps whether it is at work in one flag for all threads, and two at once can leave it up for good.
-        with _TRACING, torch.no_grad():
-            traced = make_fx(torch.func.functionalize(flat), tracing_mode="fake")(*tensors)
-    except BodyError:
-        raise
-    except Exception as error:  # the body is somebody's code, and the tracer's errors have no common class
-        words = str(error).strip().splitlines()
-        raise BodyError(f"it cannot be traced: {type(error).__name__}: {words[0] if words else ''}"[:500]) from error
-    traced.graph.eliminate_dead_code()
-    graph = _graph(traced.graph, tensors[0].device, tuple(parameters), single)
+    graph = trace(body, tensors, tuple(parameters))
     if len(graph.text) > MAX_GRAPH_BYTES:
         raise BodyError(f"its graph has {len(graph.text)} bytes; at most {MAX_GRAPH_BYTES} fit a key")
     _check_fresh(graph, tensors)
     return read_graph(graph.text)
-
-
-def _graph(traced: torch.fx.Graph, device: torch.device, parameters: tuple[int, ...], single: bool) -> Graph:
-    import operator
-
-    places: dict[torch.fx.Node, dict[str, int]] = {}
-    nodes: list[Node] = []
-    inputs = sum(node.op == "placeholder" for node in traced.nodes)
-    outputs: tuple[Any, ...] = ()
-    for node in traced.nodes:
-        if node.op == "placeholder":
-            places[node] = {"n": len(places)}
-        elif node.op == "output":
-            outputs = tuple(_encoded(value, places, device) for value in node.args[0])
-        elif node.op == "get_attr":
-            raise BodyError("it uses a tensor that is no argument of it; pass that one in")
-        elif node.target is operator.getitem:
-            places[node] = {**places[node.args[0]], "o": node.args[1]}
-        else:
-            overload_of(str(node.target))
-            args = tuple(_encoded(value, places, device) for value in node.args)
-            kwargs = {name: _encoded(value, places, device) for name, value in node.kwargs.items()
-                      if value is not None and name != "layout"}  # fmt: skip
-            places[node] = {"n": inputs + len(nodes)}
-            nodes.append(Node(str(node.target), args, kwargs))
-    if not outputs or not all(isinstance(value, dict) and "n" in value for value in outputs):
-        raise BodyError("it returns nothing that depends on its arguments")
-    return Graph(inputs, parameters, tuple(nodes), outputs, single)
-
-
-def _encoded(value: Any, places: dict[torch.fx.Node, dict[str, int]], device: torch.device) -> Any:
-    if isinstance(value, torch.fx.Node):
-        return places[value]
-    if isinstance(value, list | tuple):
-        return [_encoded(item, places, device) for item in value]
-    if isinstance(value, float):
-        return {"f": value.hex()}
-    if isinstance(value, torch.dtype):
-        return {"t": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.memory_format):
-        return {"m": str(value).removeprefix("torch.")}
-    if isinstance(value, torch.device):
-        if value.type != device.type:
-            raise BodyError(f"it works on {value} too; an op stays on the device of its arguments")
-        return {"d": "*"}
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    raise BodyError(f"it passes {type(value).__name__} to an op")
 
 
 def _check_fresh(graph: Graph, tensors: Sequence[torch.Tensor]) -> None:

@@ -62,6 +62,11 @@ class OpSpec:
     parameters: tuple[int, ...] = ()
     uses_matmul_precision: bool = False
 
+    @property
+    def has_products(self) -> bool:
+        """Whether it multiplies matrices, so that a device's rate of multiplications bounds it."""
+        return self.uses_matmul_precision
+
     def overload(self) -> Callable[..., object]:
         """What stock calls: the functional overload of the ATen op."""
         return getattr(torch.ops.aten, self.name).default  # type: ignore[no-any-return]

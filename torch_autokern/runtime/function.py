@@ -25,6 +25,7 @@ from torch_autokern.errors import BodyError
 from torch_autokern.ops.function import GRAPH, function_name, function_spec, is_function, op_name
 from torch_autokern.ops.graph import MAX_TENSORS, Graph, capture, graph_words, read_graph
 from torch_autokern.ops.spec import matmul_precision
+from torch_autokern.runtime.backward import Backward, pulled_back
 from torch_autokern.runtime.extension import extension_state
 from torch_autokern.runtime.session import session
 from torch_autokern.runtime.watched import Surroundings, read_surroundings
@@ -47,7 +48,7 @@ class Variant:
         """`graph`: what it is at every layout, instead of what the body says; for a function that is made from a graph."""
         self.function, self.structure, self.modes = function, structure, modes
         self._fixed = graph
-        self.graph = graph or self._read(samples)
+        self.graph = self._read(samples)
         native = extension_state().module
         assert native is not None
         self.native = native.Function(function.name, self.graph.inputs, len(self.graph.outputs), self.body, self._resolve)
@@ -88,21 +89,18 @@ class Variant:
         return getattr(torch.ops.autokern, name)  # type: ignore[no-any-return]
 
     def gradients(self, tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        """Vector-Jacobian product of the body, computed again from its arguments; differentiable again."""
-        places = [i for i, t in enumerate(tensors) if t.is_floating_point() or t.is_complex()]
+        """Vector-Jacobian product of the body: the function's backward as an op of its own where somebody wants it served or
+        recorded, else, and where it is to be differentiated again, computed from the body."""
+        if not torch.is_grad_enabled() and not torch.compiler.is_compiling() and self.function.is_asked():
+            found = self._backward(tensors, gradients)
+            if found is not None:
+                return found
+        made = iter(pulled_back(self.body, tensors, gradients))
+        return tuple(next(made) if t.is_floating_point() or t.is_complex() else None for t in tensors)
 
-        def of_floating(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            every = list(tensors)
-            for place, tensor in zip(places, given, strict=True):
-                every[place] = tensor
-            return self.body(*every)
-
-        with torch.enable_grad():
-            _, pull_back = torch.func.vjp(  # type: ignore[misc]  # three values only with has_aux
-                of_floating, *[tensors[i] for i in places]
-            )
-            found = dict(zip(places, pull_back(tuple(gradients)), strict=True))
-        return tuple(found.get(i) for i in range(len(tensors)))
+    @functools.cached_property
+    def _backward(self) -> Backward:
+        return Backward(self.function.name, self._read, _read_apart, self.function.refuse)
 
     def _plain(self, *tensors: torch.Tensor) -> Any:
         own = len(self.function.own_tensors())
@@ -117,31 +115,16 @@ class Variant:
             _reading.depth = depth
 
     def _read(self, tensors: Sequence[torch.Tensor]) -> Graph:
-        """The graph at these tensors' layouts. A thread of its own has none of the modes that the caller is in."""
-        from torch._subclasses.fake_tensor import FakeTensorMode
-
-        found: list[Graph | BaseException] = []
+        """The graph at these tensors' layouts."""
+        if self._fixed is not None:
+            return self._fixed
         parameters = range(len(tensors) - len(self.function.own_tensors()), len(tensors))
-
-        def read() -> None:
-            try:
-                with FakeTensorMode():
-                    fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
-                found.append(capture(self._plain, fakes, parameters))
-            except BaseException as error:  # noqa: BLE001 - raised again in the caller
-                found.append(error)
-
-        thread = threading.Thread(target=read, name="torch_autokern reads a function")
-        thread.start()
-        thread.join()
-        if isinstance(found[0], BaseException):
-            raise found[0]
-        return found[0]
+        return _read_apart(self._plain, tensors, parameters)
 
     def _resolve(self, tensors: list[torch.Tensor]) -> tuple[int, int] | None:
         """Asked by the router once for each layout: the words of the graph there, None where the body cannot be one op."""
         try:
-            graph = self._fixed or self._read(tensors)
+            graph = self._read(tensors)
             function_spec(op_name(self.function.name, graph), graph.text)
         except BodyError as error:
             self.function.refusals.append(str(error))
@@ -289,7 +272,7 @@ class Function:
         try:
             structure = self._structure(args, kwargs, tensors)
         except BodyError as error:
-            self._refuse(error)
+            self.refuse(error)
             return None
         if self._surroundings is None or not self._surroundings.hold():
             self._renew()
@@ -301,7 +284,7 @@ class Function:
                 try:
                     self._variants[choice] = None if self._surroundings is None else self._new(choice, tensors)
                 except (BodyError, ValueError) as error:
-                    self._refuse(error)
+                    self.refuse(error)
                     self._variants[choice] = None
             return self._variants.get(choice)
 
@@ -324,9 +307,14 @@ class Function:
                 self._surroundings = read_surroundings(self.body, module)
             except BodyError as error:
                 self._surroundings, self._is_refused = None, True
-                self._refuse(error)
+                self.refuse(error)
 
-    def _refuse(self, error: Exception) -> None:
+    def is_asked(self) -> int:
+        """Whether anybody wants calls on this thread: bit 0 served, bit 1 recorded."""
+        return self._asked()
+
+    def refuse(self, error: Exception) -> None:
+        """Keep why a call could not be one op."""
         if str(error) not in self.refusals[-8:]:
             self.refusals.append(str(error))
 
@@ -349,12 +337,34 @@ class Function:
                 try:
                     self._variants[choice] = Variant(self, structure, _Modes.now(key.device_type), samples)
                 except (BodyError, ValueError) as error:
-                    self._refuse(error)
+                    self.refuse(error)
                     self._variants[choice] = None
             variant = self._variants.get(choice)
             if variant is not None:
                 return variant.operator.__name__, variant.graph.single
         return None
+
+
+def _read_apart(body: Callable[..., Any], tensors: Sequence[torch.Tensor], parameters: Sequence[int] = ()) -> Graph:
+    """A body's graph at these tensors' layouts. A thread of its own has none of the modes that the caller is in."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    found: list[Graph | BaseException] = []
+
+    def read() -> None:
+        try:
+            with FakeTensorMode():
+                fakes = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in tensors]
+            found.append(capture(body, fakes, parameters))
+        except BaseException as error:  # noqa: BLE001 - raised again in the caller
+            found.append(error)
+
+    thread = threading.Thread(target=read, name="torch_autokern reads a function")
+    thread.start()
+    thread.join()
+    if isinstance(found[0], BaseException):
+        raise found[0]
+    return found[0]
 
 
 @functools.cache

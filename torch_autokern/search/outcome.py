@@ -6,6 +6,7 @@ from typing import Literal
 
 import msgspec
 
+from torch_autokern.ops import spec_of
 from torch_autokern.search.effect import Effect
 from torch_autokern.store.key import KernelKey
 
@@ -112,3 +113,11 @@ def describe_key(key: KernelKey) -> str:
     layout = "" if first is None else f" {first.dtype} {'x'.join(map(str, first.sizes)) or 'scalar'}"
     scalars = [f"{name}={value}" for name, value in sorted(key.scalars.items()) if name in ("dim", "normalized_shape")]
     return " ".join([key.op + layout, *scalars])
+
+
+def profile(key: KernelKey, time_us: float) -> str:
+    """What a time of a key means: the bytes that must move, and the operations that must be done, a second."""
+    spec = spec_of(key)
+    moved, flops, seconds = spec.bytes_moved(key), spec.flops(key), max(time_us, 1e-9) * 1e-6
+    words = f"{moved} bytes at {moved / seconds / 1e9:.2f} GB/s"
+    return f"{words}, {flops:.3g} operations at {flops / seconds / 1e9:.2f} Gop/s" if flops else words

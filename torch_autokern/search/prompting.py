@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from importlib import resources
 
 from torch_autokern.judge.outcome import Accuracy, Refusal, ScreenResult
-from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec_of
+from torch_autokern.ops.function import GRAPH, FunctionSpec
+from torch_autokern.ops.graph import listing
+from torch_autokern.ops.spec import OpSpec
 from torch_autokern.runtime.plan import (
     MAX_ARGS,
     MAX_STEPS,
@@ -26,7 +29,7 @@ from torch_autokern.runtime.plan import (
     encode_plan,
 )
 from torch_autokern.search.nodes import Example, Idea, Proof
-from torch_autokern.search.outcome import describe_key
+from torch_autokern.search.outcome import describe_key, profile
 from torch_autokern.search.tried import Brief, Tried, parents
 from torch_autokern.store.key import KernelKey, canonical_json
 
@@ -73,12 +76,12 @@ def language_of(brief: Brief) -> str:
 
 def task(brief: Brief, accuracy: Accuracy) -> str:
     """The part that every request shares."""
-    spec = SPECS[brief.key.op]
+    spec = spec_of(brief.key)
     best, diverse = parents(brief.tried)
     return fill(
         "task",
-        op=f"aten::{spec.name}, arguments in order: {', '.join(f'{arg.name} ({arg.kind})' for arg in spec.args)}",
-        reference=_source_of(spec.reference),
+        op=f"{_name(spec)}, arguments in order: {', '.join(f'{arg.name} ({arg.kind})' for arg in spec.args)}",
+        reference=_reference(spec),
         key=_key_words(brief.key),
         machine=_machine(brief),
         accuracy=_accuracy_words(accuracy),
@@ -121,6 +124,19 @@ def outcome_words(one: Tried) -> str:
     return "not tried"
 
 
+def _name(spec: OpSpec) -> str:
+    if isinstance(spec, FunctionSpec):
+        return f"The function {spec.name.split(':')[1]}, as one kernel"
+    return f"aten::{spec.name}"
+
+
+def _reference(spec: OpSpec) -> str:
+    if isinstance(spec, FunctionSpec):
+        assert spec.graph is not None
+        return f"# All tensors as float64.\n{listing(spec.graph, [arg.name for arg in spec.args])}"
+    return _source_of(spec.reference)
+
+
 def _source_of(function: object) -> str:
     try:
         return textwrap.dedent(inspect.getsource(function)).rstrip()  # type: ignore[arg-type]
@@ -137,7 +153,7 @@ def _key_words(key: KernelKey) -> str:
                 f"addresses are multiples of {tensor.alignment_bytes} bytes"
             )  # fmt: skip
             lines.append(f"- {kind} {number}: {words}")
-    lines += [f"- {name} = {value}" for name, value in sorted(key.scalars.items())]
+    lines += [f"- {name} = {value}" for name, value in sorted(key.scalars.items()) if name != GRAPH]
     return "\n".join(lines)
 
 
@@ -156,6 +172,7 @@ def _machine(brief: Brief) -> str:
                 f"So {ceiling.limit_us:.1f} us is about the least; PyTorch is at "
                 f"{ceiling.limit_us / max(ceiling.stock_us, 1e-9):.0%} of that limit."
             )
+        lines.append(f"PyTorch's profile: {profile(brief.key, ceiling.stock_us)}.")
     return "\n".join(lines)
 
 
@@ -206,7 +223,8 @@ def _kernel(one: Tried, brief: Brief) -> str:
     source = one.candidate.source
     cut = "" if len(source) <= MAX_SOURCE_CHARS else f"\n... ({len(source) - MAX_SOURCE_CHARS} more characters)"
     plan = canonical_json(one.candidate.plan).decode()
-    head = f"### {one.node.id}: {outcome_words(one)}{share}\n{one.candidate.idea}"
+    figures = f"\nProfile: {profile(brief.key, one.time_us)}." if one.time_us else ""
+    head = f"### {one.node.id}: {outcome_words(one)}{share}\n{one.candidate.idea}{figures}"
     return f"{head}\n```{one.candidate.language}\n{source[:MAX_SOURCE_CHARS]}{cut}\n```\nPlan: {plan}"
 
 

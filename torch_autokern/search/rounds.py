@@ -372,7 +372,7 @@ class KeyRounds:
                 why = "nothing_new"
             if why is not None:
                 ideas = tuple(self.ideas.values())
-                self.stuck = describe(brief.name, self.run.now(), why, patience, self.tried, ideas, brief.ceiling)
+                self.stuck = describe(brief.name, self.run.now(), why, patience, self.tried, ideas, brief.ceiling, brief.key)
                 self.run.add(self.stuck)
         if self.stuck is not None:
             self._stuck_after = self.rounds

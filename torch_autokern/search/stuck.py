@@ -9,7 +9,9 @@ from typing import Literal
 from torch_autokern.judge.outcome import ACCEPT_RATIO, Reason, Refusal
 from torch_autokern.search.manifest import Ceiling
 from torch_autokern.search.nodes import Idea, RoundEnd, Stuck
+from torch_autokern.search.outcome import profile
 from torch_autokern.search.tried import Tried, parents
+from torch_autokern.store.key import KernelKey
 
 Why = Literal["no_gain", "same_failure", "nothing_new"]
 # So many candidates in a row that fail alike are no accident of one idea or one kernel.
@@ -43,8 +45,9 @@ def why_stuck(ends: Sequence[RoundEnd], tried: Sequence[Tried], patience: int, s
 
 
 def describe(
-    name: str, at: float, why: Why, patience: int, tried: Sequence[Tried], ideas: Sequence[Idea], ceiling: Ceiling | None
-) -> Stuck:
+    name: str, at: float, why: Why, patience: int, tried: Sequence[Tried], ideas: Sequence[Idea], ceiling: Ceiling | None,
+    key: KernelKey,
+) -> Stuck:  # fmt: skip
     """The report on a stuck key."""
     place, number = (int(part[1:]) for part in name.split(".")[:2])
     head = {
@@ -54,7 +57,7 @@ def describe(
     question = _question(why, tried, ceiling)
     parts = {
         "What was tried": _ideas(ideas, tried), "What failed, and how": _failures(tried),
-        "Times, and the distance to the limit": _times(tried, ceiling), "Question": question,
+        "Times, profile, and the distance to the limit": _times(tried, ceiling, key), "Question": question,
     }  # fmt: skip
     report = f"# Key {place} is stuck after round {number}: {head}\n" + "".join(
         f"\n## {title}\n\n{text}\n" for title, text in parts.items()
@@ -121,17 +124,17 @@ def _example(refusal: Refusal) -> str:
     return first[:_FIRST_CHARS] + where
 
 
-def _times(tried: Sequence[Tried], ceiling: Ceiling | None) -> str:
+def _times(tried: Sequence[Tried], ceiling: Ceiling | None, key: KernelKey) -> str:
     lines = []
     if ceiling is not None:
-        lines.append(f"- stock: {ceiling.stock_us:.1f} us")
+        lines.append(f"- stock: {ceiling.stock_us:.1f} us, {profile(key, ceiling.stock_us)}")
         lines += [f"- the limit: {ceiling.limit_us:.1f} us"] if ceiling.limit_us else []
         lines += [f"- copying the key's bytes: {ceiling.copy_us:.1f} us"] if ceiling.copy_us else []
         lines += [f"- a large product runs at {ceiling.flops_per_s / 1e9:.1f} GFLOP/s"] if ceiling.flops_per_s else []
     for one in parents(tried, best=3, diverse=0)[0]:
         share = f", {ceiling.limit_us / one.time_us:.0%} of the limit" if ceiling and ceiling.limit_us and one.time_us else ""
         proved = "proved" if one.is_proved else "screened"
-        lines.append(f"- {one.node.id}: {one.time_us:.1f} us, {one.ratio:.2f}x ({proved}){share}")
+        lines.append(f"- {one.node.id}: {one.time_us:.1f} us, {one.ratio:.2f}x ({proved}){share}, {profile(key, one.time_us)}")
     return "\n".join(lines) or "Nothing was timed."
 
 
