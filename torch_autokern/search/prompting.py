@@ -196,7 +196,7 @@ def _plan_words(key: KernelKey) -> str:
             "[begin, end) of [0, range), each at least grain long, on several threads at once; pointers are those of args, "
             "in order."
         )
-        if key.op in SPECS and SPECS[key.op].uses_matmul_precision:
+        if spec_of(key).uses_matmul_precision:
             words += (
                 ' A step of kind "library" with function mm, addmm, bmm or baddbmm, operands (indices of inputs) and output is '
                 "PyTorch's own product, written into that output."
