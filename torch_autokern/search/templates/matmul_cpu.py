@@ -46,7 +46,7 @@ Packing = Literal["none", "stack", "workspace"]
 _PIECE = 1 << 17  # multiply-adds that a thread should get at least: about 3 us, what waking it costs
 _DOT_ROWS = 12  # above that, packing B is repaid
 _IDEAS = {
-    "matmul_rows": "Tiles of {rows} rows by {vectors} vectors, cut by rows; B packed: {packing}, A copied: {copies}; K by {kc}.",
+    "matmul_rows": "Tiles of {rows} rows by {vectors} vectors, by rows; B packed: {packing}, A copied: {copies}; K by {kc}.",
     "matmul_panels": "Column panels of {vectors} vectors, all rows of each, {rows} at a time; B packed: {packing}.",
     "matmul_dot": "Vectors along K: {rows} rows by {vectors} columns of sums, for few rows.",
 }
