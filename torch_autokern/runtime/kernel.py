@@ -69,11 +69,12 @@ def load_cpu_kernel(binary: bytes, identity: str, plan: LaunchPlan, key: KernelK
 
 
 def begin_cpu_kernel(
-    binary: bytes, identity: str, plan: LaunchPlan, key: KernelKey, record_id: str, opener: Any
+    binary: bytes, identity: str, plan: LaunchPlan, key: KernelKey, record_id: str, opener: Any, digest: str
 ) -> Callable[[], LoadedKernel]:
     """As `load_cpu_kernel` in two halves: every check now, and `opener` (the extension's) loads while the caller goes on; call
-    the result to wait for the library and bind its entries. Each half raises its part of what `load_cpu_kernel` raises."""
-    steps = _checked_steps(binary, plan, key)
+    the result to wait for the library and bind its entries. Each half raises its part of what `load_cpu_kernel` raises.
+    `digest` is the SHA-256 of `binary`, which the caller has checked."""
+    steps = _checked_steps(binary, plan, key, digest)
     number = opener.add(binary, identity)
     return lambda: _bind(opener.take(number), steps, plan, key, record_id)
 
@@ -81,11 +82,11 @@ def begin_cpu_kernel(
 _Steps = list[tuple[str, int, int, list[tuple[int, int, int]]]]
 
 
-def _checked_steps(binary: bytes, plan: LaunchPlan, key: KernelKey) -> _Steps:
+def _checked_steps(binary: bytes, plan: LaunchPlan, key: KernelKey, digest: str | None = None) -> _Steps:
     validate(plan)
-    from torch_autokern.runtime.elf import check_cpu_library  # as with the cubin reader: import time
+    from torch_autokern.runtime.elf import read_cpu_library  # as with the cubin reader: import time
 
-    broken = check_cpu_library(binary, entries(plan))
+    broken = read_cpu_library(binary, entries(plan), digest=digest).problems
     if broken:
         raise BuildError("the kernel library breaks a rule: " + "; ".join(broken))
     names = _workspace_names(plan)

@@ -195,10 +195,11 @@ class Session:
             return any(target.arch == made_for.arch for _, target in _places(made_for))
 
         for row in self.store.index().rows(fits):
-            stored = self.store.get(row.key_digest, row.record_id)
+            layers = self.store.layers_with(row.key_digest)
+            stored = self.store.get(row.key_digest, row.record_id, layers=layers)
             if stored is None:
                 continue
-            notes = self.store.notes(row.key_digest, row.record_id, approval_wanted=approval_wanted)
+            notes = self.store.notes(row.key_digest, row.record_id, approval_wanted=approval_wanted, layers=layers)
             for place, target in _places(stored.record.target):
                 why = refusal(stored.record, notes, target, build) or slower_in_fresh_pages(stored.record, pool_bytes)
                 if why is not None:
@@ -304,8 +305,9 @@ def begin_record(stored: StoredRecord, place: int, opener: Any) -> Callable[[], 
     plan = decode_plan(data["plan.json"])
     if record.target.device_type == "cuda":
         return functools.partial(load_cuda_kernel, data["kernel.cubin"], plan, record.key, place, stored.record_id)
+    digest = {blob.name: blob.sha256 for blob in record.blobs}["kernel.so"]  # of these very bytes: the record was decoded
     identity = record.provenance.candidate_id
-    return begin_cpu_kernel(data["kernel.so"], identity, plan, record.key, stored.record_id, opener)
+    return begin_cpu_kernel(data["kernel.so"], identity, plan, record.key, stored.record_id, opener, digest)
 
 
 def _check_outputs(key: KernelKey) -> None:

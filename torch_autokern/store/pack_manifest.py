@@ -25,6 +25,7 @@ from torch_autokern.store.record import AccuracyClass, Determinism, StoredRecord
 READER_VERSION = 1
 MAX_KERNELS = 10_000
 MAX_INTEGER = (1 << 53) - 1
+_MAX_FLOAT = float(MAX_INTEGER)
 # A line or a record's header beyond this is no honest one; what decoding allocates for it is bounded by it.
 MAX_LINE_BYTES = 1 << 16
 _ALLOWED_BLOBS = frozenset({"kernel.so", "kernel.cubin", "plan.json", "source.cpp", "source.cu", "source.py"})
@@ -330,4 +331,4 @@ def _speed(timing: Timing) -> Speed:
 
 
 def _scaled(value: float, factor: float, rounded: Callable[[float], int]) -> int:
-    return max(0, min(MAX_INTEGER, rounded(min(value * factor, float(MAX_INTEGER)))))
+    return max(0, min(MAX_INTEGER, rounded(min(value * factor, _MAX_FLOAT))))

@@ -145,7 +145,7 @@ def decode_record(raw: bytes) -> StoredRecord:
         raise RecordError(f"starts with {magic!r}, expected {MAGIC!r}")
     if version != FORMAT_VERSION:
         raise RecordError(f"format version {version}, this version reads {FORMAT_VERSION}")
-    if hashlib.sha256(raw[:-32]).digest() != raw[-32:]:
+    if hashlib.sha256(memoryview(raw)[:-32]).digest() != raw[-32:]:
         raise RecordError("SHA-256 trailer does not match: the file is truncated or altered")
     if header_length > MAX_HEADER_BYTES or _PREFIX.size + header_length > len(raw) - 32:
         raise RecordError(f"header length {header_length} does not fit the file")

@@ -161,9 +161,14 @@ class KernelStore:
                 given.add(stored.record_id)
                 yield stored
 
-    def get(self, key_digest: str, record_id: str) -> StoredRecord | None:
+    def layers_with(self, key_digest: str) -> tuple[Layer, ...]:
+        """Layers that may hold something of a key: of a pack's thousand keys most have no folder, and a look spares a dozen.
+        Who asks several things about one key hands them on."""
+        return tuple(layer for layer in self.layers if may_have_key(layer.root, key_digest))
+
+    def get(self, key_digest: str, record_id: str, *, layers: Sequence[Layer] | None = None) -> StoredRecord | None:
         """One record by its key and id, from the first layer that has it whole."""
-        for layer in self._layers_with(key_digest):
+        for layer in self.layers_with(key_digest) if layers is None else layers:
             stored = self._read(record_file(layer.root, key_digest, record_id), writable=layer.writable)
             if stored is not None and (stored.record.key.digest, stored.record_id) == (key_digest, record_id):
                 return stored
@@ -173,7 +178,7 @@ class KernelStore:
 
     def is_own(self, key_digest: str, record_id: str) -> bool:
         """Whether a record lies in a folder or in memory, so that it was judged or imported here, and not in a pack alone."""
-        places = (record_file(layer.root, key_digest, record_id) for layer in self._layers_with(key_digest))
+        places = (record_file(layer.root, key_digest, record_id) for layer in self.layers_with(key_digest))
         return (key_digest, record_id) in self._memory or any(os.path.lexists(path) for path in places)
 
     def index(self) -> StoreIndex:
@@ -223,7 +228,9 @@ class KernelStore:
             return f"{root}: {error.strerror or error}"
         return ""
 
-    def notes(self, key_digest: str, record_id: str, *, approval_wanted: bool | None = None) -> Notes:
+    def notes(
+        self, key_digest: str, record_id: str, *, approval_wanted: bool | None = None, layers: Sequence[Layer] | None = None
+    ) -> Notes:
         """What is noted about a record, this process's own notes first, then layer by layer. Who asks about many records says
         `approval_wanted` once asked (`demands_approval`)."""
         own = self._memory_notes.get(record_id, [])
@@ -233,7 +240,7 @@ class KernelStore:
             tuple(note for note in own if isinstance(note, Receipt)),
             approval_wanted=self.demands_approval() if approval_wanted is None else approval_wanted,
         )
-        for layer in self._layers_with(key_digest):
+        for layer in self.layers_with(key_digest) if layers is None else layers:
             merged = merge_notes(merged, note_files.read_notes(layer.root, key_digest, record_id))
         return merged
 
@@ -280,10 +287,6 @@ class KernelStore:
             if key_digest in (None, digest):
                 self._memory.pop((digest, record_id), None)
         return _total([clear_folder(layer.root, key_digest) for layer in self.layers if layer.writable])
-
-    def _layers_with(self, key_digest: str) -> Iterator[Layer]:
-        """Layers that may hold something of a key: of a pack's thousand keys most have no folder, and a look spares a dozen."""
-        return (layer for layer in self.layers if may_have_key(layer.root, key_digest))
 
     def _read(self, path: Path, *, writable: bool) -> StoredRecord | None:
         outcome = read_record(path)
