@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from torch_autokern import config
@@ -246,7 +247,8 @@ class Session:
             except _DOES_NOT_LOAD as error:
                 self._set_aside(stored, error)
             else:
-                return lambda: self._finish(stored, place, bind)
+                bare = msgspec.structs.replace(stored, data={})  # the opener has its bytes: none are kept twice
+                return lambda: self._finish(bare, place, bind)
         return lambda: self.loaded.get(self._name(record_id, place))
 
     def _finish(self, stored: StoredRecord, place: int, bind: Callable[[], LoadedKernel]) -> Servable | None:
