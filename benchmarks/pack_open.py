@@ -4,7 +4,8 @@ FILE``.
 Every kernel has a key and a library of its own. Two packs: kernels for four kinds of machine, a quarter of them for this one,
 as a pack for a fleet is; and all of them for this one, the worst case. Fresh processes, torch and the package imported before;
 what is timed is what `optimize` does at its first use: read the file, check both signatures, parse every line, read the records
-that fit, check each against its line and its ELF, load the libraries, choose, and swap the table.
+that fit, check each against its line and its ELF, load the libraries, choose, and swap the table. What each part costs and what
+stands between the worst case and the limit: `benchmarks/notes/pack_open.md`.
 """
 
 from __future__ import annotations
