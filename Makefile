@@ -14,6 +14,8 @@ SHELL := /bin/bash
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 MINUTES ?= 600
+BUDGET ?= 60
+NAME ?= cpu-$(shell uname -m)
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -23,7 +25,7 @@ PYTEST := $(BIN)/python -m pytest
 PYTHON_SOURCES := torch_autokern benchmarks tests setup.py
 CPP_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
 
-.PHONY: help setup demo test lint test-fast test-long judge-the-judge torture coverage-store bench format clean
+.PHONY: help setup demo test lint test-fast test-long judge-the-judge torture coverage-store bench packs format clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -77,7 +79,7 @@ judge-the-judge: $(STAMPS)/package ## both corpora through the judge: caught and
 torture: $(STAMPS)/package ## the store under fire, long form; goes on where it was stopped (MINUTES=5: a slice)
 	$(BIN)/python -m tests.torture --json benchmarks/results/torture.json --minutes $(MINUTES)
 
-coverage-store: $(STAMPS)/package ## branch coverage of the store's files by their own tests; fails below 100 %
+coverage-store: $(STAMPS)/package ## branch coverage of store, packs and trust by their own tests; fails below 100 %
 	$(BIN)/python -m tests.store.coverage_of_store
 
 bench: $(STAMPS)/demo ## measurements, written as JSON to benchmarks/results/
@@ -86,6 +88,9 @@ bench: $(STAMPS)/demo ## measurements, written as JSON to benchmarks/results/
 	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json
 	$(BIN)/autokern demo --json benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.readme_table
+
+packs: $(STAMPS)/package ## a prebuilt pack of this machine's kernels (NAME=..., BUDGET=minutes); goes on where it was stopped
+	$(BIN)/python -m benchmarks.prebuilt_packs --name $(NAME) --budget $(BUDGET)
 
 format: $(STAMPS)/package ## let ruff and clang-format rewrite the sources
 	$(BIN)/ruff check --fix $(PYTHON_SOURCES)

@@ -4,7 +4,8 @@ FILE``.
 Every kernel has a key and a library of its own. Two packs: kernels for four kinds of machine, a quarter of them for this one,
 as a pack for a fleet is; and all of them for this one, the worst case. Fresh processes, torch and the package imported before;
 what is timed is what `optimize` does at its first use: read the file, check both signatures, parse every line, read the records
-that fit, check each against its line and its ELF, load the libraries, choose, and swap the table.
+that fit, check each against its line and its ELF, load the libraries, choose, and swap the table. What each part costs and what
+stands between the worst case and the limit: `benchmarks/notes/pack_open.md`.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ CASES = {"four kinds of machine": 4, "all for this machine": 1}
 class PackOpenTimes(msgspec.Struct, frozen=True):
     """One process, in milliseconds. `torch_ms`: modules that torch imports at a process's first call on meta tensors, by which
     every first table asks for stock's layouts; it comes with or without packs and is not in the sum. `open_ms`: file,
-    signatures, lines. `read_ms`: records that fit, each against line and ELF, and notes about them. `load_ms`: libraries.
-    `table_ms`: choose and swap."""
+    signatures, lines. `read_ms`: records that fit, each against line and ELF, and notes about them; a thread opens a library as
+    soon as its record is checked. `load_ms`: waiting for the last of them, and binding. `table_ms`: choose and swap."""
 
     torch_ms: float
     open_ms: float
@@ -97,7 +98,7 @@ class PackOpen(msgspec.Struct, frozen=True):
 def measure(case: str, kernels: int, processes: int) -> PackOpenCase:
     """Build a pack, install it once (a child tries its kernels then), and open it in fresh processes."""
     with tempfile.TemporaryDirectory(prefix="autokern-bench-") as folder:
-        environment = {**os.environ, "AUTOKERN_STORE": folder}
+        environment = {**os.environ, "AUTOKERN_STORE": folder, "AUTOKERN_PREBUILT": "0"}
         told = [sys.executable, "-m", "benchmarks.pack_open", "--prepare", folder, "--case", case, "--kernels", str(kernels)]
         subprocess.run(told, env=environment, check=True)
         found = [_child(environment) for _ in range(processes + 1)][1:]  # the first fills the disk cache and tries the kernels
@@ -154,9 +155,9 @@ def open_once() -> PackOpenTimes:
     marks.append(time.perf_counter())
     current._open_packs()
     marks.append(time.perf_counter())
-    candidates = current._candidates()
+    begun = current.begin_loading()
     marks.append(time.perf_counter())
-    servables = [servable for stored, place in candidates if (servable := current._load(stored, place)) is not None]
+    servables = [servable for finish in begun if (servable := finish()) is not None]
     marks.append(time.perf_counter())
     rows = build_rows(servables)
     native.set_table(rows)

@@ -305,6 +305,12 @@ void bind_kernels(py::module_& m) {
   py::class_<ak::Library, std::shared_ptr<ak::Library>>(m, "Library")
       .def_static(
           "load", [](const py::bytes& b, const std::string& identity) { return ak::Library::load(b, identity); });
+  py::class_<ak::LibraryOpener>(m, "LibraryOpener")
+      .def(py::init())
+      .def(
+          "add",
+          [](ak::LibraryOpener& o, const py::bytes& b, const std::string& identity) { return o.add(b, identity); })
+      .def("take", &ak::LibraryOpener::take, py::call_guard<py::gil_scoped_release>());
   py::class_<ak::Kernel, std::shared_ptr<ak::Kernel>>(m, "Kernel")
       .def(py::init(&make_kernel))
       .def("run", &call_kernel, py::arg("inputs"), py::arg("pooled") = false)

@@ -9,62 +9,12 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/util/Exception.h>
 
-#include <dlfcn.h>
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <array>
-#include <cerrno>
 #include <cstring>
 
 #include "pool.h"
 
 namespace autokern {
-namespace {
-
-void write_all(int fd, const std::string& bytes) {
-  size_t done = 0;
-  while (done < bytes.size()) {
-    const ssize_t n = ::write(fd, bytes.data() + done, bytes.size() - done);
-    if (n < 0 && errno == EINTR) {
-      continue;
-    }
-    TORCH_CHECK(n > 0, "autokern: cannot write a kernel library to memory: ", std::strerror(errno));
-    done += static_cast<size_t>(n);
-  }
-}
-
-// The descriptor is never closed: a closed number is reused, and dlopen takes "/proc/self/fd/N" for the library that
-// it already has under that name.
-int sealed_memory_file(const std::string& bytes) {
-  const int fd = ::memfd_create("autokern", MFD_CLOEXEC | MFD_ALLOW_SEALING);
-  TORCH_CHECK(fd >= 0, "autokern: memfd_create failed: ", std::strerror(errno));
-  write_all(fd, bytes);
-  const int seals = F_SEAL_SEAL | F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_WRITE;
-  TORCH_CHECK(::fcntl(fd, F_ADD_SEALS, seals) == 0, "autokern: cannot seal: ", std::strerror(errno));
-  return fd;
-}
-
-} // namespace
-
-std::shared_ptr<Library> Library::load(const std::string& bytes, const std::string& identity) {
-  const std::string path = "/proc/self/fd/" + std::to_string(sealed_memory_file(bytes));
-  void* handle = ::dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
-  TORCH_CHECK(handle, "autokern: cannot load a kernel library: ", ::dlerror());
-  const auto library = std::shared_ptr<Library>(new Library(handle));
-  const auto* seen = static_cast<const char*>(library->symbol("autokern_identity"));
-  TORCH_CHECK(
-      std::strncmp(seen, identity.c_str(), identity.size() + 1) == 0,
-      "autokern: loaded library is not the one that was verified (expected identity ", identity, ")");
-  return library;
-}
-
-void* Library::symbol(const std::string& name) const {
-  void* address = ::dlsym(handle_, name.c_str());
-  TORCH_CHECK(address, "autokern: kernel library does not export ", name);
-  return address;
-}
 
 bool TensorLayout::matches(const at::Tensor& t) const {
   return present && t.scalar_type() == dtype && t.sizes() == at::IntArrayRef(sizes) &&

@@ -13,24 +13,13 @@
 #include <vector>
 
 #include "cuda_driver.h"
+#include "library.h"
 
 namespace autokern {
 
 // A launch that the driver refused, in the driver's words. Results so far are worthless, inputs are untouched.
 struct LaunchError : std::runtime_error {
   using std::runtime_error::runtime_error;
-};
-
-// A CPU library, loaded from bytes that were verified before; stays loaded for the life of the process.
-class Library {
- public:
-  // Throws c10::Error where the bytes do not load, or export another identity than `identity`.
-  static std::shared_ptr<Library> load(const std::string& bytes, const std::string& identity);
-  void* symbol(const std::string& name) const;
-
- private:
-  explicit Library(void* handle) : handle_(handle) {}
-  void* handle_;
 };
 
 struct TensorLayout {

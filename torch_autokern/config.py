@@ -6,6 +6,7 @@
 | ``AUTOKERN_STORE`` | folder of the user cache | ``platformdirs`` user cache, then a private temp folder, then memory |
 | ``AUTOKERN_CXX`` | C++ compiler for CPU kernels | first of ``c++``, ``g++``, ``clang++`` on PATH |
 | ``AUTOKERN_POOL_MB`` | cap on pages that the output pool keeps; ``0`` switches it off | 1024, at most 1/16 of memory |
+| ``AUTOKERN_PREBUILT`` | ``0``: packs that come with this package are not used | on |
 | ``AUTOKERN_STRICT`` | ``1``: a miss inside an optimised scope raises | off |
 """
 
@@ -28,6 +29,11 @@ def disabled() -> bool:
 def strict() -> bool:
     """Whether a miss inside an optimised scope raises."""
     return _flag("AUTOKERN_STRICT")
+
+
+def prebuilt_packs() -> bool:
+    """Whether packs that come with this package may be used."""
+    return os.environ.get("AUTOKERN_PREBUILT", "").strip().lower() not in {"0", "false", "no", "off"}
 
 
 def store_folder() -> str | None:

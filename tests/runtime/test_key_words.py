@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 import torch_autokern as ak
 from torch_autokern.ops import SPECS
+from torch_autokern.ops import spec as spec_module
 from torch_autokern.ops.spec import DTYPE_CODES, op_index, tensor_key, tensor_words
 from torch_autokern.runtime.extension import extension
 from torch_autokern.store.key import KernelKey, TensorKey
@@ -222,6 +225,33 @@ def test_shape_functions_give_the_layout_that_stock_gives(name: str) -> None:
     op, tensors, scalars = CALLS[name]()
     key = SPECS[op].key(tensors, scalars)
     assert SPECS[op].stock_outputs(key) == key.outputs
+
+
+def test_a_form_asked_once_answers_for_every_size_of_it() -> None:
+    """Row-major calls are told by their form; the answer is what ATen's shape functions give for the sizes themselves."""
+    forms = 0
+    for name in sorted(name for name, make in CALLS.items() if make()[0] in OUT_FORMS):
+        op, tensors, scalars = CALLS[name]()
+        key = SPECS[op].key(tensors, scalars)
+        sizes = sorted({size for t in key.tensors if t is not None for size in t.sizes if size > 1})
+        for other in itertools.permutations((6, 38, 129), len(sizes)) if len(sizes) < 4 else ():
+            renamed = {1: 1, 0: 0, **dict(zip(sizes, other, strict=True))}
+            layouts = tuple(t and _resized(t, renamed) for t in key.tensors)
+            changed = msgspec.structs.replace(key, tensors=layouts)
+            asked = [(d, s, strides) for d, s, strides in SPECS[op]._shapes(layouts, key.scalars)]
+            told = [(t.dtype, t.sizes, t.strides) for t in SPECS[op].stock_outputs(changed) if t is not None]
+            assert told == asked, name
+            forms += spec_module._form_of(changed) is not None
+    assert forms > 20
+
+
+def _resized(tensor: TensorKey, renamed: dict[int, int]) -> TensorKey:
+    """The tensor with other sizes, row-major if it was, else with its dimensions in the same order in memory."""
+    sizes = tuple(renamed[size] for size in tensor.sizes)
+    strides, step = [0] * len(sizes), 1
+    for place in sorted(range(len(sizes)), key=lambda n: (tensor.strides[n], -n)):
+        strides[place], step = step, step * sizes[place]
+    return TensorKey(tensor.dtype, sizes, tuple(strides), tensor.alignment_bytes)
 
 
 @pytest.mark.parametrize("order", ["out first", "out only"])

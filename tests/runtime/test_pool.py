@@ -13,10 +13,11 @@ import torch
 import torch.multiprocessing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_kernels import D, Served
+from tiny_kernels import D, Served, record_data, record_for
 
 import torch_autokern as ak
 from torch_autokern.errors import InvalidInputError
+from torch_autokern.ops import SPECS
 from torch_autokern.runtime import session as session_module
 from torch_autokern.runtime.extension import extension
 
@@ -262,3 +263,17 @@ def test_pool_limit_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch
         session_module.pool_limit_bytes()
     monkeypatch.delenv("AUTOKERN_POOL_MB")
     assert 0 < session_module.pool_limit_bytes() <= 1 << 30
+
+
+def test_a_word_that_is_no_size_keeps_no_kernel_from_running(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pool is off then, and a program that runs in stock runs with kernels too."""
+    key = SPECS["_softmax"].key((torch.zeros(4, 8),), {"dim": 1, "half_to_float": False})
+    current = session_module.session()
+    record_id = current.store.publish(record_for(key), record_data(key)).record_id
+    monkeypatch.setenv("AUTOKERN_POOL_MB", "lots")
+    try:
+        assert current.refresh() == 1 and record_id in current.loaded
+    finally:
+        current.store.clear(key.digest)
+        monkeypatch.delenv("AUTOKERN_POOL_MB")
+        current.refresh()

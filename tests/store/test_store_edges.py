@@ -316,3 +316,29 @@ def test_a_note_that_cannot_be_written_says_why_and_holds_in_this_process(
     monkeypatch.setattr(os, "write", full)
     assert "No space left" in store.quarantine(DIGEST, record_id, "failed")
     assert store.notes(DIGEST, record_id).quarantine is not None
+
+
+# -- which layers know a key ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("errors", "known"), [
+    ((errno.ENOENT, None), True), ((errno.ENOENT, errno.ENOENT), False), ((errno.ESTALE,), True), ((errno.EACCES,), True),
+    ((errno.ENOTDIR, errno.ENOTDIR), False),
+])  # fmt: skip
+def test_a_key_is_unknown_only_where_its_folder_is_twice_absent(
+    root: Path, monkeypatch: pytest.MonkeyPatch, errors: tuple[int | None, ...], known: bool
+) -> None:
+    """A network disk that denies for a moment what is there, or cannot tell, hides no record and no quarantine."""
+    record_id = open_at(root).publish(make_record(), make_data()).record_id
+    real, left = os.lstat, list(errors)
+
+    def fail(path: object, **options: object) -> os.stat_result:
+        number = left.pop(0) if left and str(path).endswith(DIGEST[:32]) else None
+        if number is not None:
+            raise OSError(number, os.strerror(number))
+        return real(path, **options)  # type: ignore[arg-type]
+
+    store = open_at(root)
+    monkeypatch.setattr(os, "lstat", fail)
+    assert (store.get(DIGEST, record_id) is not None) is known
+    assert not left

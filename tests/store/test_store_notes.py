@@ -8,8 +8,8 @@ import pytest
 from store_samples import make_data, make_key, make_record
 
 from torch_autokern.store.key import Target
-from torch_autokern.store.layout import note_file
-from torch_autokern.store.notes import Approval, Receipt, note_kind
+from torch_autokern.store.layout import key_folder, note_file
+from torch_autokern.store.notes import Approval, Notes, Receipt, note_kind
 from torch_autokern.store.store import KernelStore, Layer
 
 DIGEST = make_key().digest
@@ -99,3 +99,9 @@ def test_a_note_about_another_record_is_ignored(store: KernelStore, root: Path, 
     store.add_note(DIGEST, Approval(other, True, "ada", "", "2025-01-01T00:00:00Z"))
     note_file(root, DIGEST, other, "approval").rename(note_file(root, DIGEST, record_id, "approval"))
     assert open_at(root).notes(DIGEST, record_id).approval is None
+
+
+def test_an_emptied_folder_holds_no_notes(store: KernelStore, root: Path, record_id: str) -> None:
+    for file in key_folder(root, DIGEST).iterdir():
+        file.unlink()
+    assert store.notes(DIGEST, record_id) == Notes()

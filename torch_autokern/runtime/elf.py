@@ -6,17 +6,19 @@ headers, which may lie. Unknown means refused. Numbers are from the ELF gABI and
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import platform
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MAX_LIBRARY_BYTES = 64 << 20
 MAX_SYMBOLS = 1 << 12
 IDENTITY_SYMBOL = "autokern_identity"
 _PAGE = 4096
+_MAX_DYNAMIC = 258
+_SEGMENT, _PAIR, _SYMBOL, _RELOCATION = (struct.Struct(layout) for layout in ("<IIQQQQQQ", "<QQ", "<IBBHQQ", "<QQQ"))
 
 _MACHINES = {"x86_64": 62, "aarch64": 183}
 _PT_LOAD, _PT_DYNAMIC, _PT_TLS, _PT_STACK, _PT_RELRO = 1, 2, 7, 0x6474E551, 0x6474E552
@@ -56,22 +58,17 @@ class _Malformed(Exception):
     """The bytes contradict themselves; private, always turned into a broken rule."""
 
 
-@dataclass(frozen=True)
-class _Segment:
+class _Segment(NamedTuple):
     kind: int
     flags: int
     offset: int
     address: int
     file_size: int
     memory_size: int
-
-    @property
-    def end(self) -> int:
-        return self.address + self.memory_size
+    end: int
 
 
-@dataclass(frozen=True)
-class _Symbol:
+class _Symbol(NamedTuple):
     name: str
     kind: int
     binding: int
@@ -93,24 +90,34 @@ class _Image:
         start, entry_size, count = struct.unpack_from("<Q14xHH", binary, 32)
         if entry_size != 56 or not 1 <= count <= 64:
             raise _Malformed(f"{count} program headers of {entry_size} bytes")
-        self.segments = tuple(self._segment(start + 56 * index) for index in range(count))
+        self.segments = tuple(self._segments(start, count))
         self.loads = [s for s in self.segments if s.kind == _PT_LOAD]
         if any(a.end > b.address for a, b in zip(self.loads, self.loads[1:], strict=False)):
             raise _Malformed("segments overlap or are out of order")
         self.dynamic = self._dynamic()
+        self.strings = self._strings()
+        self.symbol_count = self._symbol_count()
+        self.symbols = self._symbols()
 
     def _unpack(self, layout: str, offset: int) -> tuple[int, ...]:
         if not 0 <= offset <= len(self.binary) - struct.calcsize(layout):
             raise _Malformed(f"file offset {offset:#x} is outside of the file")
         return struct.unpack_from(layout, self.binary, offset)
 
-    def _segment(self, offset: int) -> _Segment:
-        kind, flags, start, address, _, file_size, memory_size, _ = self._unpack("<IIQQQQQQ", offset)
-        if kind == _PT_LOAD and (start + file_size > len(self.binary) or file_size > memory_size or memory_size > 1 << 32):
-            raise _Malformed("a segment reaches past the end of the file")
-        if kind == _PT_LOAD and (start - address) % _PAGE:
-            raise _Malformed("a segment is not aligned to its page")
-        return _Segment(kind, flags, start, address, file_size, memory_size)
+    def _table(self, layout: struct.Struct, offset: int, size: int) -> Iterator[tuple[int, ...]]:
+        """Entries of `size` bytes of the file. One bounds check for all of them: a library is read in a tenth of a millisecond,
+        and a pack has a thousand."""
+        if not 0 <= offset <= len(self.binary) - size:
+            raise _Malformed(f"file offset {offset:#x} is outside of the file")
+        return layout.iter_unpack(memoryview(self.binary)[offset : offset + size])
+
+    def _segments(self, offset: int, count: int) -> Iterator[_Segment]:
+        for kind, flags, start, address, _, file_size, memory_size, _ in self._table(_SEGMENT, offset, 56 * count):
+            if kind == _PT_LOAD and (start + file_size > len(self.binary) or file_size > memory_size or memory_size > 1 << 32):
+                raise _Malformed("a segment reaches past the end of the file")
+            if kind == _PT_LOAD and (start - address) % _PAGE:
+                raise _Malformed("a segment is not aligned to its page")
+            yield _Segment(kind, flags, start, address, file_size, memory_size, address + memory_size)
 
     def bytes_at(self, address: int, size: int) -> int:
         """File offset of `size` bytes that the file provides at `address`."""
@@ -130,13 +137,11 @@ class _Image:
         if len(tables) != 1:
             raise _Malformed(f"{len(tables)} dynamic tables")
         found: dict[int, list[int]] = {}
-        for index in range(tables[0].memory_size // 16):
-            tag, value = self.read("<QQ", tables[0].address + 16 * index)
+        size = min(tables[0].memory_size // 16, _MAX_DYNAMIC) * 16
+        for tag, value in self._table(_PAIR, self.bytes_at(tables[0].address, size), size):
             if tag == 0:
                 return found
             found.setdefault(tag, []).append(value)
-            if index > 256:
-                break
         raise _Malformed("the dynamic table has no end")
 
     def one(self, tag: int, default: int | None = None) -> int:
@@ -147,8 +152,7 @@ class _Image:
             return default
         raise _Malformed(f"dynamic tag {tag:#x} is there {len(values)} times")
 
-    @functools.cached_property
-    def strings(self) -> tuple[int, int]:
+    def _strings(self) -> tuple[int, int]:
         """(file offset, size) of the string table."""
         table, size = self.one(_STRTAB), self.one(_STRSZ)
         if size > MAX_LIBRARY_BYTES:
@@ -164,20 +168,17 @@ class _Image:
             raise _Malformed("a string has no end")
         return self.binary[start + index : end].decode("ascii", "backslashreplace")
 
-    @functools.cached_property
-    def symbols(self) -> list[_Symbol]:
+    def _symbols(self) -> list[_Symbol]:
         table, count = self.one(_SYMTAB), self.symbol_count
         found: list[_Symbol] = []
         if count < 2:
             return found
-        start = self.bytes_at(table + 24, 24 * (count - 1))
-        raw = memoryview(self.binary)[start : start + 24 * (count - 1)]
-        for name, info, other, section, value, _ in struct.iter_unpack("<IBBHQQ", raw):
+        size = 24 * (count - 1)
+        for name, info, other, section, value, _ in self._table(_SYMBOL, self.bytes_at(table + 24, size), size):
             found.append(_Symbol(self.text(name), info & 15, info >> 4, other & 3, section, value))
         return found
 
-    @functools.cached_property
-    def symbol_count(self) -> int:
+    def _symbol_count(self) -> int:
         """Number of symbols, as the hash tables have it."""
         counts = []
         if _HASH in self.dynamic:
@@ -195,7 +196,7 @@ class _Image:
         if max(buckets, first, bloom) > MAX_SYMBOLS:
             raise _Malformed("the symbol hash table is too large")
         at = address + 16 + 8 * bloom
-        last = max((self.read("<I", at + 4 * index)[0] for index in range(buckets)), default=0)
+        last = max(self.read(f"<{buckets}I", at), default=0)
         if last < first:
             return first
         chains = at + 4 * buckets
@@ -208,9 +209,9 @@ class _Image:
         for start, size in ((self.one(_RELA, 0), self.one(_RELASZ, 0)), (self.one(_JMPREL, 0), self.one(_PLTRELSZ, 0))):
             if size % 24 or size > MAX_LIBRARY_BYTES:
                 raise _Malformed(f"relocation table of {size} bytes")
-            for index in range(size // 24):
-                address, info, _ = self.read("<QQQ", start + 24 * index)
-                yield address, info & 0xFFFFFFFF, info >> 32
+            if size:
+                for address, info, _ in self._table(_RELOCATION, self.bytes_at(start, size), size):
+                    yield address, info & 0xFFFFFFFF, info >> 32
 
 
 def check_cpu_library(binary: bytes, entries: Iterable[str], *, machine: str | None = None) -> tuple[str, ...]:
@@ -241,10 +242,12 @@ class LibraryInfo:
     libraries: tuple[str, ...] = ()
 
 
-def read_cpu_library(binary: bytes, entries: Iterable[str], *, machine: str | None = None) -> LibraryInfo:
+def read_cpu_library(
+    binary: bytes, entries: Iterable[str], *, machine: str | None = None, digest: str | None = None
+) -> LibraryInfo:
     """`check_cpu_library`, and what else its bytes say. Equal bytes are read once: a pack's kernel is asked about when its
-    claims are checked and again when it is loaded."""
-    key = (hashlib.sha256(binary).digest(), tuple(entries), machine or platform.machine())
+    claims are checked and again when it is loaded. `digest` is the SHA-256 of these very bytes, for who has checked it."""
+    key = (digest or hashlib.sha256(binary).hexdigest(), tuple(entries), machine or platform.machine())
     if key not in _read_before:
         if len(_read_before) >= _REMEMBERED:
             _read_before.clear()
@@ -253,7 +256,7 @@ def read_cpu_library(binary: bytes, entries: Iterable[str], *, machine: str | No
 
 
 _REMEMBERED = 8192
-_read_before: dict[tuple[bytes, tuple[str, ...], str], LibraryInfo] = {}
+_read_before: dict[tuple[str, tuple[str, ...], str], LibraryInfo] = {}
 
 
 def _read_library(binary: bytes, entries: tuple[str, ...], machine: str) -> LibraryInfo:
@@ -341,7 +344,8 @@ def _check_relocations(image: _Image) -> Iterable[str]:
             yield f"relocation type {kind} is not allowed"
         if symbol >= count:
             yield "a relocation names a symbol outside of the table"
-        if not image.flags_at(address) & _W or image.flags_at(address) < 0:
+        flags = image.flags_at(address)
+        if flags < 0 or not flags & _W:
             yield "a relocation writes outside of writable memory"
     size = image.one(_RELRSZ, 0)
     if size % 8 or size > MAX_LIBRARY_BYTES:

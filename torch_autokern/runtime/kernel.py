@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,17 +66,37 @@ def load_cpu_kernel(binary: bytes, identity: str, plan: LaunchPlan, key: KernelK
         PlanError: the plan is invalid, or points at a tensor that the key does not have.
         RuntimeError: the bytes do not load, or are not the library that was verified.
     """
-    validate(plan)
-    from torch_autokern.runtime.elf import check_cpu_library  # as with the cubin reader: import time
+    steps = _checked_steps(binary, plan, key)
+    return _bind(extension().Library.load(binary, identity), steps, plan, key, record_id)
 
-    broken = check_cpu_library(binary, entries(plan))
+
+def begin_cpu_kernel(
+    binary: bytes, identity: str, plan: LaunchPlan, key: KernelKey, record_id: str, opener: Any, digest: str
+) -> Callable[[], LoadedKernel]:
+    """As `load_cpu_kernel` in two halves: every check now, and `opener` (the extension's) loads while the caller goes on; call
+    the result to wait for the library and bind its entries. Each half raises its part of what `load_cpu_kernel` raises.
+    `digest` is the SHA-256 of `binary`, which the caller has checked."""
+    steps = _checked_steps(binary, plan, key, digest)
+    number = opener.add(binary, identity)
+    return lambda: _bind(opener.take(number), steps, plan, key, record_id)
+
+
+_Steps = list[tuple[object, ...]]
+
+
+def _checked_steps(binary: bytes, plan: LaunchPlan, key: KernelKey, digest: str | None = None) -> _Steps:
+    validate(plan)
+    from torch_autokern.runtime.elf import read_cpu_library  # as with the cubin reader: import time
+
+    broken = read_cpu_library(binary, entries(plan), digest=digest).problems
     if broken:
         raise BuildError("the kernel library breaks a rule: " + "; ".join(broken))
-    native = extension()
-    library = native.Library.load(binary, identity)
     names = _workspace_names(plan)
-    steps = [_cpu_step(step, key, names) for step in plan.steps]
-    return LoadedKernel(key, native.Kernel(record_id, library, steps, *_memory(plan, key)))
+    return [_cpu_step(step, key, names) for step in plan.steps]
+
+
+def _bind(library: Any, steps: _Steps, plan: LaunchPlan, key: KernelKey, record_id: str) -> LoadedKernel:
+    return LoadedKernel(key, extension().Kernel(record_id, library, steps, *_memory(plan, key)))
 
 
 def load_cuda_kernel(cubin: bytes, plan: LaunchPlan, key: KernelKey, device: int, record_id: str = "") -> LoadedKernel:

@@ -41,24 +41,22 @@ def _library_facts(binary: bytes, digest: str, plan: LaunchPlan, arch: str) -> B
     machine = _MACHINE_OF.get(arch)
     if machine is None:
         return PackRefusal(PackReason.BAD_BINARY, f"the CPU architecture {arch[:40]!r} is unknown to this version")
-    info = read_cpu_library(binary, entries(plan), machine=machine)
+    names = entries(plan)
+    info = read_cpu_library(binary, names, machine=machine, digest=digest)
     if info.problems:
         return PackRefusal(PackReason.BAD_BINARY, "; ".join(info.problems)[:400])
-    listed = tuple(EntryFacts(name) for name in sorted(entries(plan)))
+    listed = tuple(EntryFacts(name) for name in sorted(names))
     return BinaryFacts("kernel.so", len(binary), digest, machine, 0, listed, info.imports, info.libraries)
 
 
 def _cubin_facts(binary: bytes, digest: str, plan: LaunchPlan, arch: str) -> BinaryFacts | PackRefusal:
-    from torch_autokern.runtime.cubin import MalformedCubinError, read_cubin
+    from torch_autokern.runtime.cubin import read_cubin
     from torch_autokern.runtime.cubin_rules import check_cubin
 
     broken = check_cubin(binary, plan, arch)
     if broken:
         return PackRefusal(PackReason.BAD_BINARY, "; ".join(broken)[:400])
-    try:
-        info = read_cubin(binary)
-    except MalformedCubinError as error:  # cannot be: it was checked a moment ago
-        return PackRefusal(PackReason.BAD_BINARY, str(error)[:400])
+    info = read_cubin(binary)  # not malformed: that is a broken rule
     listed = tuple(
         EntryFacts(
             entry.name, entry.registers, entry.static_shared_bytes, entry.stack_bytes, entry.max_threads,

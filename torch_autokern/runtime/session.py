@@ -8,24 +8,24 @@ is never intercepted.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import operator
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 
 from torch_autokern import config
 from torch_autokern.errors import AutokernError, InvalidInputError, PlanError
 from torch_autokern.ops import SPECS, spec_of
 from torch_autokern.ops.spec import op_index
-from torch_autokern.runtime.extension import extension_state
-from torch_autokern.runtime.kernel import LoadedKernel, load_cpu_kernel, load_cuda_kernel
+from torch_autokern.runtime.extension import extension, extension_state
+from torch_autokern.runtime.kernel import LoadedKernel, begin_cpu_kernel, load_cuda_kernel
 from torch_autokern.runtime.plan import decode_plan
 from torch_autokern.runtime.table import CLASSES, Servable, build_rows, refusal, served_slots, slower_in_fresh_pages
 from torch_autokern.runtime.target import local_target, stock_build
@@ -42,6 +42,7 @@ _LOG.addHandler(logging.NullHandler())
 DEFAULT_POOL_BYTES = 1 << 30
 POOL_MEMORY_SHARE = 16
 EVERY_FAMILY = 0xFFFFFFFF
+_DOES_NOT_LOAD = (AutokernError, KeyError, RuntimeError)
 
 
 class Session:
@@ -77,7 +78,7 @@ class Session:
         with self._lock:
             self._filled = True
             self._open_packs()
-            self._served = [s for s in itertools.starmap(self._load, self._candidates()) if s is not None]
+            self._served = [servable for finish in self.begin_loading() if (servable := finish()) is not None]
             rows = build_rows(self._served)
             native.set_table(rows)
             self._families = functools.reduce(operator.or_, (family_bit(words) for words, _ in rows), 0)
@@ -178,28 +179,44 @@ class Session:
         else:
             native.watch(0)
 
-    def _candidates(self) -> list[tuple[StoredRecord, int]]:
-        """Records that may run here, each with the place it may run at: 0 for the CPU, a GPU's index."""
-        build = stock_build()
-        found: list[tuple[StoredRecord, int]] = []
-        from_packs: list[tuple[StoredRecord, int]] = []
+    def begin_loading(self) -> list[Callable[[], Servable | None]]:
+        """Read and check what may run here; CPU libraries are opened meanwhile. Each result waits for one kernel and gives it,
+        or None where it does not load and is set aside."""
+        opener = extension().LibraryOpener()
+        return [self._begin(stored, place, opener) for stored, place in self._candidates()]
+
+    def _candidates(self) -> Iterator[tuple[StoredRecord, int]]:
+        """Records that may run here, each with the place it may run at: 0 for the CPU, a GPU's index. Each comes as soon as it
+        is read and checked; those of packs that no child has tried yet come last, when one has."""
+        build, pool_bytes, approval_wanted = stock_build(), _pool_bytes(), self.store.demands_approval()
+        untried: list[tuple[StoredRecord, int]] = []
+        tried = functools.cache(self._tried)
 
         def fits(made_for: Target, _stock_build: str) -> bool:
             return any(target.arch == made_for.arch for _, target in _places(made_for))
 
         for row in self.store.index().rows(fits):
-            stored = self.store.get(row.key_digest, row.record_id)
+            layers = self.store.layers_with(row.key_digest)
+            stored = self.store.get(row.key_digest, row.record_id, layers=layers)
             if stored is None:
                 continue
+            notes = self.store.notes(row.key_digest, row.record_id, approval_wanted=approval_wanted, layers=layers)
             for place, target in _places(stored.record.target):
-                why = refusal(stored.record, self.store.notes(row.key_digest, row.record_id), target, build)
-                why = why or slower_in_fresh_pages(stored.record, pool_limit_bytes())
-                if why is None:
-                    is_own = not self.store.packs or self.store.is_own(row.key_digest, row.record_id)
-                    (found if is_own else from_packs).append((stored, place))
-                else:
+                why = refusal(stored.record, notes, target, build) or slower_in_fresh_pages(stored.record, pool_bytes)
+                if why is not None:
                     _LOG.debug("record %s does not run here: %s", row.record_id[:12], why)
-        return found + self._smoke_tested(from_packs)
+                elif not self.store.packs or row.record_id in tried(target) or self.store.is_own(row.key_digest, row.record_id):
+                    yield stored, place
+                else:
+                    untried.append((stored, place))
+        yield from self._smoke_tested(untried)
+
+    def _tried(self, target: Target) -> frozenset[str]:
+        """Records of packs that a child has tried before on a target of this machine, and found good."""
+        from torch_autokern.runtime.smoke import passed_before
+        from torch_autokern.store.pack_install import state_folder
+
+        return passed_before(target, state_folder())
 
     def _smoke_tested(self, records: list[tuple[StoredRecord, int]]) -> list[tuple[StoredRecord, int]]:
         """Those of a pack's records that a child has tried on this machine; the others are quarantined."""
@@ -222,24 +239,45 @@ class Session:
                 _LOG.warning("record %s of a pack is set aside: %s", stored.record_id[:12], why)
         return [(stored, place) for stored, place in records if stored.record_id not in self.held_back]
 
-    def _load(self, stored: StoredRecord, place: int) -> Servable | None:
+    def _begin(self, stored: StoredRecord, place: int, opener: Any) -> Callable[[], Servable | None]:
         record_id = stored.record_id
-        # A record is named by its id where it was loaded first; its twins on other devices carry the device too.
-        here = self.loaded.get(record_id)
-        name = record_id if here is None or here.place == place else f"{record_id}@{place}"
-        if name in self.loaded:
-            return self.loaded[name]
-        if record_id in self.load_failures:
-            return None
+        if self.loaded.get(self._name(record_id, place)) is None and record_id not in self.load_failures:
+            try:
+                bind = begin_record(stored, place, opener)
+            except _DOES_NOT_LOAD as error:
+                self._set_aside(stored, error)
+            else:
+                bare = msgspec.structs.replace(stored, data={})  # the opener has its bytes: none are kept twice
+                return lambda: self._finish(bare, place, bind)
+        return lambda: self.loaded.get(self._name(record_id, place))
+
+    def _finish(self, stored: StoredRecord, place: int, bind: Callable[[], LoadedKernel]) -> Servable | None:
         try:
-            kernel = load_record(stored, place)
-        except (AutokernError, KeyError, RuntimeError) as error:
-            self.load_failures[record_id] = str(error)
-            self.store.quarantine(stored.record.key.digest, record_id, f"does not load: {error}")
-            _LOG.warning("record %s does not load and is set aside: %s", record_id[:12], error)
+            kernel = bind()
+        except _DOES_NOT_LOAD as error:
+            self._set_aside(stored, error)
             return None
-        self.loaded[name] = Servable(record_id, stored.record, kernel.native, place)
-        return self.loaded[name]
+        servable = Servable(stored.record_id, stored.record, kernel.native, place)
+        self.loaded[self._name(stored.record_id, place)] = servable
+        return servable
+
+    def _name(self, record_id: str, place: int) -> str:
+        """A record is named by its id where it was loaded first; its twins on other devices carry the device too."""
+        here = self.loaded.get(record_id)
+        return record_id if here is None or here.place == place else f"{record_id}@{place}"
+
+    def _set_aside(self, stored: StoredRecord, error: Exception) -> None:
+        self.load_failures[stored.record_id] = str(error)
+        self.store.quarantine(stored.record.key.digest, stored.record_id, f"does not load: {error}")
+        _LOG.warning("record %s does not load and is set aside: %s", stored.record_id[:12], error)
+
+
+def _pool_bytes() -> int:
+    """Cap of the output pool; 0 where the environment's word is none, because the pool is off then."""
+    try:
+        return pool_limit_bytes()
+    except InvalidInputError:
+        return 0
 
 
 def _places(made_for: Target) -> list[tuple[int, Target]]:
@@ -258,12 +296,20 @@ def load_record(stored: StoredRecord, place: int) -> LoadedKernel:
     Raises:
         AutokernError, KeyError, RuntimeError: it does not load here, in the words of whoever refused.
     """
+    return begin_record(stored, place, extension().LibraryOpener())()
+
+
+def begin_record(stored: StoredRecord, place: int, opener: Any) -> Callable[[], LoadedKernel]:
+    """`load_record` in two halves: every check now, the rest when the result is called; a CPU's library is opened by `opener`
+    meanwhile. Each half raises its part of what `load_record` raises."""
     record, data = stored.record, stored.data
     _check_outputs(record.key)
     plan = decode_plan(data["plan.json"])
     if record.target.device_type == "cuda":
-        return load_cuda_kernel(data["kernel.cubin"], plan, record.key, place, stored.record_id)
-    return load_cpu_kernel(data["kernel.so"], record.provenance.candidate_id, plan, record.key, stored.record_id)
+        return functools.partial(load_cuda_kernel, data["kernel.cubin"], plan, record.key, place, stored.record_id)
+    digest = {blob.name: blob.sha256 for blob in record.blobs}["kernel.so"]  # of these very bytes: the record was decoded
+    identity = record.provenance.candidate_id
+    return begin_cpu_kernel(data["kernel.so"], identity, plan, record.key, stored.record_id, opener, digest)
 
 
 def _check_outputs(key: KernelKey) -> None:

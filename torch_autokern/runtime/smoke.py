@@ -51,11 +51,10 @@ def smoke_test(records: Sequence[tuple[StoredRecord, int]], target: Target, stat
     Returns:
         Why a kernel must not run here, by record id; those that passed are left out.
     """
-    machine = hashlib.sha256(canonical_json((target.name, target.arch, str(torch.__version__), _driver(target)))).hexdigest()[
-        :32
-    ]
+    machine = _machine(target)
     known = _read(state, machine)
-    pending = [entry for entry in records if entry[0].record_id not in known.passed and entry[0].record_id not in known.failed]
+    done = {*known.passed, *known.failed}
+    pending = [entry for entry in records if entry[0].record_id not in done]
     if pending:
         with work_lock(state, f"smoke-{machine}", timeout_s=120.0):
             known = _merge(_read(state, machine), known)  # another process may have tried them meanwhile
@@ -67,6 +66,18 @@ def smoke_test(records: Sequence[tuple[StoredRecord, int]], target: Target, stat
     passed = set(known.passed)
     words = "its smoke test did not run"
     return {s.record_id: known.failed.get(s.record_id, words) for s, _ in records if s.record_id not in passed}
+
+
+def passed_before(target: Target, state: Path | None) -> frozenset[str]:
+    """Ids of the records that passed on this machine before."""
+    known = _read(state, _machine(target))
+    return frozenset(known.passed) - known.failed.keys()
+
+
+def _machine(target: Target) -> str:
+    """What has to be the same for a kernel that was tried to count as tried: device, driver and torch."""
+    facts = target.name, target.arch, str(torch.__version__), _driver(target)
+    return hashlib.sha256(canonical_json(facts)).hexdigest()[:32]
 
 
 def _try_all(records: Sequence[tuple[StoredRecord, int]]) -> SmokeResults:

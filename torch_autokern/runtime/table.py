@@ -5,6 +5,7 @@ The choice is a function of the records, this target and this torch alone, so ev
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -105,18 +106,22 @@ def ratio_low(record: KernelRecord, regime: Regime) -> float | None:
 
 def winner(servables: Iterable[Servable], regime: Regime, policy: AccuracyClass, *, deterministic: bool) -> Servable | None:
     """The admitted record with the highest lower bound of its speed-up; equal bounds go to the smaller record id."""
+    return _winner(_by_bound(servables, regime), policy, deterministic=deterministic)
+
+
+def _by_bound(servables: Iterable[Servable], regime: Regime) -> list[Servable]:
+    """Those that were measured in a regime, the highest lower bound first; equal ones in order of record id."""
+    bounds = [(-bound, s.record_id, s) for s in servables if (bound := ratio_low(s.record, regime)) is not None]
+    return [servable for _, _, servable in sorted(bounds, key=operator.itemgetter(0, 1))]
+
+
+def _winner(ordered: Iterable[Servable], policy: AccuracyClass, *, deterministic: bool) -> Servable | None:
     admitted = CLASSES[: CLASSES.index(policy) + 1]
-    best: tuple[float, Servable] | None = None
-    for servable in sorted(servables, key=lambda s: s.record_id):
+    for servable in ordered:
         verdict = servable.record.verdict
-        bound = ratio_low(servable.record, regime)
-        if bound is None or verdict.accuracy_class not in admitted:
-            continue
-        if deterministic and verdict.determinism == "not_guaranteed":
-            continue
-        if best is None or bound > best[0]:
-            best = (bound, servable)
-    return best[1] if best else None
+        if verdict.accuracy_class in admitted and not (deterministic and verdict.determinism == "not_guaranteed"):
+            return servable
+    return None
 
 
 Row = tuple[tuple[int, ...], list[tuple[int, int, int, Any]]]
@@ -153,8 +158,9 @@ def served_slots(servables: Sequence[Servable]) -> dict[str, str]:
 def _slots(group: Sequence[Servable]) -> Iterator[tuple[int, int, int, Servable]]:
     """(regime, class, deterministic, winner) of every slot that one key's records fill."""
     for regime_index, regime in enumerate(REGIMES):
+        ordered = _by_bound(group, regime)
         for class_index, policy in enumerate(CLASSES):
             for deterministic in (False, True):
-                best = winner(group, regime, policy, deterministic=deterministic)
+                best = _winner(ordered, policy, deterministic=deterministic)
                 if best is not None:
                     yield regime_index, class_index, int(deterministic), best

@@ -184,7 +184,7 @@ def _read_once(path: Path, limit_bytes: int) -> FileBytes | Unread:
             return Unread("foreign", refusal)
         if facts.st_size > limit_bytes:
             return Unread("foreign", f"{facts.st_size} bytes, at most {limit_bytes} are allowed")
-        data = _read_all(descriptor, limit_bytes)
+        data = _read_all(descriptor, limit_bytes, facts.st_size + 1)
         if len(data) != facts.st_size:
             # A disk that stops short, or a writer at work: a miss, but no proof of damage, so the file stays where it is.
             return Unread("unreadable", f"{len(data)} bytes came of {facts.st_size}")
@@ -193,11 +193,12 @@ def _read_once(path: Path, limit_bytes: int) -> FileBytes | Unread:
         _close_quietly(descriptor)
 
 
-def _read_all(descriptor: int, limit_bytes: int) -> bytes:
+def _read_all(descriptor: int, limit_bytes: int, chunk_bytes: int) -> bytes:
+    """With chunks of a byte more than the file has, nothing is copied: the first holds all of it, the second is empty."""
     pieces: list[bytes] = []
     total = 0
     while total <= limit_bytes:
-        piece = os.read(descriptor, _CHUNK_BYTES)
+        piece = os.read(descriptor, chunk_bytes)
         if not piece:
             break
         pieces.append(piece)

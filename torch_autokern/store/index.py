@@ -34,7 +34,7 @@ Accepts = Callable[[Target, str], bool]
 _REGIMES = ("eager", "compiled", "graph")
 
 
-class IndexRow(msgspec.Struct, frozen=True):
+class IndexRow(msgspec.Struct, frozen=True, gc=False):
     """What a table needs to choose among a key's records without reading them. `ratio_low` has the lower bound of the speed-up
     for each regime that was timed."""
 

@@ -1,4 +1,8 @@
-"""What a kernel is proved for (`KernelKey`) and where it runs (`Target`): plain typed values, equal by content."""
+"""What a kernel is proved for (`KernelKey`) and where it runs (`Target`): plain typed values, equal by content.
+
+Values of this room cannot be part of a cycle, so the garbage collector is spared them (``gc=False``): a table of a thousand
+records would be walked again and again while it is read.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ Scalar = bool | int | float | str | tuple[int, ...] | None
 DeviceType = Literal["cpu", "cuda"]
 
 
-class TensorKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TensorKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Layout of one tensor.
 
     `dtype` is torch's name without the prefix ("float32"); `sizes` and `strides` count elements. `alignment_bytes` is what
@@ -33,7 +37,7 @@ class TensorKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return count
 
 
-class KernelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KernelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Exactly one call, as far as a kernel can tell.
 
     `op` is the ATen base name ("_softmax"); the functional and the `out` form share it. `tensors` follows the schema order of
@@ -57,7 +61,7 @@ class KernelKey(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return hashlib.sha256(canonical_json(self)).hexdigest()
 
 
-class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Target(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Where a kernel runs.
 
     `name`: the device's name as its driver gives it, or the CPU's model family ("AuthenticAMD-25-17"). `arch`: capability

@@ -71,6 +71,21 @@ def key_folder(root: Path, key_digest: str) -> Path:
     return keys_folder(root) / key_digest[:2] / key_digest[:_DIGITS]
 
 
+def may_have_key(root: Path, key_digest: str) -> bool:
+    """Whether a key has a folder; True also where that cannot be told. Asked by joined text, because paths cost more than the
+    call, and twice, because network disks deny for a moment what is there."""
+    folder = f"{root}/{VERSION_FOLDER}/keys/{key_digest[:2]}/{key_digest[:_DIGITS]}"
+    for _ in range(2):
+        try:
+            os.lstat(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError):
+            return True
+        return True
+    return False
+
+
 def record_file(root: Path, key_digest: str, record_id: str) -> Path:
     """File of one record."""
     return key_folder(root, key_digest) / (record_id[:_DIGITS] + RECORD_SUFFIX)

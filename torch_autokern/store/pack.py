@@ -14,6 +14,7 @@ import msgspec
 
 from torch_autokern.errors import RecordError
 from torch_autokern.store.index import Accepts, IndexRow
+from torch_autokern.store.key import canonical_json
 from torch_autokern.store.pack_file import Envelope
 from torch_autokern.store.pack_manifest import (
     MAX_LINE_BYTES,
@@ -112,9 +113,7 @@ class Pack:
         stored = _decode(raw, record_id)
         if isinstance(stored, PackRefusal):
             return stored
-        claimed = decode_document(self._lines[number], KernelManifest)
-        assert isinstance(claimed, KernelManifest)
-        return _check_claims(stored, len(raw), claimed, self._reader) or stored
+        return _check_claims(stored, len(raw), self._lines[number], self._reader) or stored
 
 
 def open_pack(envelope: Envelope, policy: Policy, reader: BinaryReader) -> Pack | PackRefusal:
@@ -188,7 +187,7 @@ def _decode(raw: bytes, record_id: str) -> StoredRecord | PackRefusal:
     return stored
 
 
-def _check_claims(stored: StoredRecord, size: int, claimed: KernelManifest, reader: BinaryReader) -> PackRefusal | None:
+def _check_claims(stored: StoredRecord, size: int, line: bytes, reader: BinaryReader) -> PackRefusal | None:
     """The manifest is a claim; record and ELF are the facts."""
     binaries = reader(stored)
     if isinstance(binaries, PackRefusal):
@@ -196,6 +195,10 @@ def _check_claims(stored: StoredRecord, size: int, claimed: KernelManifest, read
     fact = derive_manifest(stored, size, binaries)
     if isinstance(fact, PackRefusal):
         return fact
+    if canonical_json(fact) == line:  # as nearly always: the line need not be parsed a second time
+        return None
+    claimed = decode_document(line, KernelManifest)
+    assert isinstance(claimed, KernelManifest)  # decoded once when the pack was opened
     if fact.binaries != claimed.binaries:
         words = f"the manifest says {_difference(claimed.binaries, binaries)}"
         return PackRefusal(PackReason.BINARY_MISMATCH, words, kernel=stored.record_id)

@@ -23,10 +23,10 @@ from torch_autokern.store.files import Unread, list_folder, make_folders, publis
 from torch_autokern.store.folders import folder_refusal
 from torch_autokern.store.pack import Pack, open_pack
 from torch_autokern.store.pack_build import WHEEL_FOLDER, check_whole, pack_bytes
-from torch_autokern.store.pack_file import MAX_PACK_BYTES, SUFFIX, Envelope, split_pack
+from torch_autokern.store.pack_file import MAX_PACK_BYTES, SUFFIX, Envelope, read_pack, split_pack
 from torch_autokern.store.pack_manifest import BinaryReader
 from torch_autokern.store.pack_refusal import PackReason, PackRefusal
-from torch_autokern.store.trust import Pin, Policy, add_pin, change_policy, raise_floor, read_policy
+from torch_autokern.store.trust import Pin, Policy, add_pin, change_policy, is_shipped, raise_floor, read_policy
 from torch_autokern.store.trust_statement import MAX_STATEMENT_BYTES, apply_statement, open_statement
 from torch_autokern.store.trust_statement import SUFFIX as STATEMENT_SUFFIX
 
@@ -111,7 +111,7 @@ def open_packs(reader: BinaryReader, state: Path | None = None) -> PackSet:
         for origin, path in candidates:
             if path.suffix != SUFFIX:
                 continue
-            outcome = _open(path, policy, reader)
+            outcome = _open(origin, path, policy, reader)
             if outcome is None:
                 vanished = True
                 continue
@@ -164,7 +164,7 @@ def remove_pack(state: Path, name: str) -> int:
 
 def _candidates(state: Path | None) -> list[tuple[Origin, Path]]:
     """Files that may be packs or statements, best known first."""
-    folders: list[tuple[Origin, Path]] = [("shipped", SHIPPED_FOLDER)]
+    folders: list[tuple[Origin, Path]] = [("shipped", SHIPPED_FOLDER)] if config.prebuilt_packs() else []
     folders += [("wheel", folder / WHEEL_FOLDER) for folder in site_folders()]
     if state is not None:
         folders.append(("installed", _packs_folder(state)))
@@ -185,8 +185,13 @@ def site_folders() -> list[Path]:
     return [Path(name) for name in dict.fromkeys(names) if name and os.path.isabs(name)]
 
 
-def _open(path: Path, policy: Policy | PackRefusal, reader: BinaryReader) -> Pack | PackRefusal | None:
+def _open(origin: Origin, path: Path, policy: Policy | PackRefusal, reader: BinaryReader) -> Pack | PackRefusal | None:
     """A pack, why it is not used, or None where the file is gone."""
+    if origin == "shipped" and isinstance(policy, Policy):
+        # Its bytes are checked against an id in our code: it does not matter who owns the file or what a umask made of it.
+        shipped = read_pack(path)
+        if isinstance(shipped, Envelope) and is_shipped(shipped):
+            return open_pack(shipped, policy, reader)
     content = read_file(path, MAX_PACK_BYTES)
     if isinstance(content, Unread):
         if content.kind == "absent":

@@ -25,6 +25,7 @@ from torch_autokern.store.record import AccuracyClass, Determinism, StoredRecord
 READER_VERSION = 1
 MAX_KERNELS = 10_000
 MAX_INTEGER = (1 << 53) - 1
+_MAX_FLOAT = float(MAX_INTEGER)
 # A line or a record's header beyond this is no honest one; what decoding allocates for it is bounded by it.
 MAX_LINE_BYTES = 1 << 16
 _ALLOWED_BLOBS = frozenset({"kernel.so", "kernel.cubin", "plan.json", "source.cpp", "source.cu", "source.py"})
@@ -40,11 +41,11 @@ Extensions = Annotated[dict[Name, Text], Meta(max_length=64)]
 Lines = Annotated[tuple[Line, ...], Meta(max_length=256)]
 
 
-class _Closed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class _Closed(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """A group of fields; any other field is refused."""
 
 
-class PackIndex(_Closed, frozen=True):
+class PackIndex(_Closed, frozen=True, gc=False):
     """The pack as a whole: what the index key signs. `version` only rises; `created` is the newest record's, so that two builds
     of the same records are equal; `licence` is an SPDX expression."""
 
@@ -64,7 +65,7 @@ class PackIndex(_Closed, frozen=True):
     extensions: Extensions = {}
 
 
-class EntryFacts(_Closed, frozen=True):
+class EntryFacts(_Closed, frozen=True, gc=False):
     """One entry point as the ELF says it; all but the name are 0 or empty on a CPU."""
 
     name: Line
@@ -75,7 +76,7 @@ class EntryFacts(_Closed, frozen=True):
     parameter_bytes: Annotated[tuple[Count, ...], Meta(max_length=256)] = ()
 
 
-class BinaryFacts(_Closed, frozen=True):
+class BinaryFacts(_Closed, frozen=True, gc=False):
     """One binary as the ELF says it. `arch` has the suffix of a cubin; on a CPU it is the ELF's machine. `imports` are the
     symbols that it wants from outside, `libraries` what it names as needed; `abi` is a cubin's layout (0 on a CPU)."""
 
@@ -89,7 +90,7 @@ class BinaryFacts(_Closed, frozen=True):
     libraries: Lines
 
 
-class Contract(_Closed, frozen=True):
+class Contract(_Closed, frozen=True, gc=False):
     """Which calls the kernel answers, in words; the exact key is in the record, and `key_digest` names it."""
 
     key_digest: Sha
@@ -100,7 +101,7 @@ class Contract(_Closed, frozen=True):
     flags: Lines
 
 
-class Place(_Closed, frozen=True):
+class Place(_Closed, frozen=True, gc=False):
     """Where it was proved: as `Target`, and torch's major.minor."""
 
     device_type: Literal["cpu", "cuda"]
@@ -110,7 +111,7 @@ class Place(_Closed, frozen=True):
     stock_build: Line
 
 
-class Source(_Closed, frozen=True):
+class Source(_Closed, frozen=True, gc=False):
     """What the binary was made from. `blob` is "" where the source is not in the record."""
 
     language: Line
@@ -121,7 +122,7 @@ class Source(_Closed, frozen=True):
     box_level: Line
 
 
-class Origin(_Closed, frozen=True):
+class Origin(_Closed, frozen=True, gc=False):
     """Where the idea came from. Never used to decide anything."""
 
     candidate_id: Line
@@ -131,7 +132,7 @@ class Origin(_Closed, frozen=True):
     created: Line
 
 
-class Verification(_Closed, frozen=True):
+class Verification(_Closed, frozen=True, gc=False):
     """What was proved, in short; seeds and every family's errors are in the record. Errors in billionths of the natural scale,
     rounded up; `atol_pico` and `rtol_pico` in 1e-12."""
 
@@ -149,7 +150,7 @@ class Verification(_Closed, frozen=True):
     probes: Count
 
 
-class Speed(_Closed, frozen=True):
+class Speed(_Closed, frozen=True, gc=False):
     """One timing: times in nanoseconds, ratios (stock over kernel) in thousandths, bounds rounded against the kernel."""
 
     regime: Literal["eager", "compiled", "graph"]
@@ -164,14 +165,14 @@ class Speed(_Closed, frozen=True):
     processes: Count
 
 
-class Privacy(_Closed, frozen=True):
+class Privacy(_Closed, frozen=True, gc=False):
     """That no blob and no line names a home folder or a user; the reader looks again."""
 
     private_words: Literal[0]
     debug_sections: Literal[0]
 
 
-class KernelManifest(_Closed, frozen=True):
+class KernelManifest(_Closed, frozen=True, gc=False):
     """One kernel: claims that `derive_manifest` makes again from the record's bytes."""
 
     record_id: Sha
@@ -330,4 +331,4 @@ def _speed(timing: Timing) -> Speed:
 
 
 def _scaled(value: float, factor: float, rounded: Callable[[float], int]) -> int:
-    return max(0, min(MAX_INTEGER, rounded(min(value * factor, float(MAX_INTEGER)))))
+    return max(0, min(MAX_INTEGER, rounded(min(value * factor, _MAX_FLOAT))))

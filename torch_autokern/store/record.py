@@ -26,7 +26,7 @@ AccuracyClass = Literal["exact", "stock", "tolerance"]
 Determinism = Literal["not_guaranteed", "run_to_run", "gpu_to_gpu"]
 
 
-class FamilyError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class FamilyError(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """What one input family showed, worst output, in units of the natural scale: pooled RMS and worst element of candidate and
     of stock's envelope, and the limits that applied. `trials` seeds are listed so that each can be replayed."""
 
@@ -40,7 +40,7 @@ class FamilyError(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     limit_max: float
 
 
-class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Paired, interleaved times of one regime. `ratio` is stock over candidate (median of paired ratios); `ratio_low` and
     `ratio_high` bound the union of the processes' 99 % intervals. `pages` says whether output pages were resident; ``device``
     is GPU memory. `inputs` says whether the arguments were as a program's last op leaves them, or had left the caches."""
@@ -57,7 +57,7 @@ class Timing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     inputs: Literal["warm", "cold"] = "warm"
 
 
-class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """The judge's acceptance, with the evidence that replays it."""
 
     accuracy_class: AccuracyClass
@@ -71,7 +71,7 @@ class Verdict(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     judge_version: int
 
 
-class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Where a kernel came from. Never used to decide anything about it, but for `candidate_id`: the identity that the loaded
     library must export."""
 
@@ -88,7 +88,7 @@ class Provenance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: str
 
 
-class Blob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Blob(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """One named byte string that follows the header."""
 
     name: str
@@ -96,7 +96,7 @@ class Blob(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-class KernelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class KernelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Key + target + artifact + verdict + provenance. `stock_build` is torch's "major.minor" that was the baseline."""
 
     key: KernelKey
@@ -107,7 +107,7 @@ class KernelRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blobs: tuple[Blob, ...]
 
 
-class StoredRecord(msgspec.Struct, frozen=True):
+class StoredRecord(msgspec.Struct, frozen=True, gc=False):
     """A record with its bytes: what is published and what is read back."""
 
     record: KernelRecord
@@ -145,7 +145,7 @@ def decode_record(raw: bytes) -> StoredRecord:
         raise RecordError(f"starts with {magic!r}, expected {MAGIC!r}")
     if version != FORMAT_VERSION:
         raise RecordError(f"format version {version}, this version reads {FORMAT_VERSION}")
-    if hashlib.sha256(raw[:-32]).digest() != raw[-32:]:
+    if hashlib.sha256(memoryview(raw)[:-32]).digest() != raw[-32:]:
         raise RecordError("SHA-256 trailer does not match: the file is truncated or altered")
     if header_length > MAX_HEADER_BYTES or _PREFIX.size + header_length > len(raw) - 32:
         raise RecordError(f"header length {header_length} does not fit the file")

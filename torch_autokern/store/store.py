@@ -20,7 +20,7 @@ from torch_autokern.store.files import publish_file, remove_file, set_aside
 from torch_autokern.store.folders import FolderChoice, choose_folder, folder_refusal
 from torch_autokern.store.index import Accepts, IndexRow, row_of
 from torch_autokern.store.indexing import FolderIndex, announce, confirm, open_index
-from torch_autokern.store.layout import damaged_folder, note_file, record_file
+from torch_autokern.store.layout import damaged_folder, may_have_key, note_file, record_file
 from torch_autokern.store.lock import work_lock
 from torch_autokern.store.notes import Approval, Note, Notes, Quarantine, Receipt, merge_notes
 from torch_autokern.store.policy import read_policy
@@ -161,9 +161,14 @@ class KernelStore:
                 given.add(stored.record_id)
                 yield stored
 
-    def get(self, key_digest: str, record_id: str) -> StoredRecord | None:
+    def layers_with(self, key_digest: str) -> tuple[Layer, ...]:
+        """Layers that may hold something of a key: of a pack's thousand keys most have no folder, and a look spares a dozen.
+        Who asks several things about one key hands them on."""
+        return tuple(layer for layer in self.layers if may_have_key(layer.root, key_digest))
+
+    def get(self, key_digest: str, record_id: str, *, layers: Sequence[Layer] | None = None) -> StoredRecord | None:
         """One record by its key and id, from the first layer that has it whole."""
-        for layer in self.layers:
+        for layer in self.layers_with(key_digest) if layers is None else layers:
             stored = self._read(record_file(layer.root, key_digest, record_id), writable=layer.writable)
             if stored is not None and (stored.record.key.digest, stored.record_id) == (key_digest, record_id):
                 return stored
@@ -173,7 +178,7 @@ class KernelStore:
 
     def is_own(self, key_digest: str, record_id: str) -> bool:
         """Whether a record lies in a folder or in memory, so that it was judged or imported here, and not in a pack alone."""
-        places = (record_file(layer.root, key_digest, record_id) for layer in self.layers)
+        places = (record_file(layer.root, key_digest, record_id) for layer in self.layers_with(key_digest))
         return (key_digest, record_id) in self._memory or any(os.path.lexists(path) for path in places)
 
     def index(self) -> StoreIndex:
@@ -223,16 +228,19 @@ class KernelStore:
             return f"{root}: {error.strerror or error}"
         return ""
 
-    def notes(self, key_digest: str, record_id: str) -> Notes:
-        """What is noted about a record, this process's own notes first, then layer by layer."""
+    def notes(
+        self, key_digest: str, record_id: str, *, approval_wanted: bool | None = None, layers: Sequence[Layer] | None = None
+    ) -> Notes:
+        """What is noted about a record, this process's own notes first, then layer by layer. Who asks about many records says
+        `approval_wanted` once asked (`demands_approval`)."""
         own = self._memory_notes.get(record_id, [])
         merged = Notes(
             next((note for note in own if isinstance(note, Quarantine)), None),
             next((note for note in own if isinstance(note, Approval)), None),
             tuple(note for note in own if isinstance(note, Receipt)),
-            approval_wanted=self.demands_approval(),
+            approval_wanted=self.demands_approval() if approval_wanted is None else approval_wanted,
         )
-        for layer in self.layers:
+        for layer in self.layers_with(key_digest) if layers is None else layers:
             merged = merge_notes(merged, note_files.read_notes(layer.root, key_digest, record_id))
         return merged
 

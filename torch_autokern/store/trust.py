@@ -24,6 +24,7 @@ from torch_autokern.store.lock import work_lock
 from torch_autokern.store.pack_file import ROLES, Envelope, Role, Signature
 from torch_autokern.store.pack_manifest import KernelManifest, Line, Sha, Text
 from torch_autokern.store.pack_refusal import PackReason, PackRefusal
+from torch_autokern.store.shipped import SHIPPED
 from torch_autokern.store.trust_keys import INSTALL_COMMAND, PublicKey, can_verify, is_signed
 
 POLICY_SCHEMA = "autokern.trust/1"
@@ -31,8 +32,6 @@ MAX_POLICY_BYTES = 4 << 20
 Tier = Literal["shipped", "signed", "pinned", "untrusted"]
 RevokedKind = Literal["key", "pack", "kernel"]
 
-# Packs inside this package: pack id by name. Their bytes are checked against the id, so they need no signature.
-SHIPPED: dict[str, str] = {}
 # What this version knows to be bad, whoever signed it: (kind, id).
 SHIPPED_REVOCATIONS: frozenset[tuple[RevokedKind, str]] = frozenset()
 
@@ -114,7 +113,7 @@ def admit(envelope: Envelope, policy: Policy) -> Admission | PackRefusal:
     why = policy.revoked("pack", pack_id, signers)
     if why is not None:
         return PackRefusal(PackReason.PACK_REVOKED, f"pack {pack_id[:16]} is {why}", "autokern pack list")
-    if pack_id in SHIPPED.values():
+    if is_shipped(envelope):
         return Admission("shipped")
     pin = policy.pin(pack_id)
     found: dict[Role, str] = {}
@@ -127,6 +126,11 @@ def admit(envelope: Envelope, policy: Policy) -> Admission | PackRefusal:
             return key_id
         found[role] = key_id
     return Admission("signed", found["index"], found["kernels"])
+
+
+def is_shipped(envelope: Envelope) -> bool:
+    """Whether these bytes are a pack of this package: checked against the id in our code, so it needs no signature."""
+    return envelope.pack_id in SHIPPED.values()
 
 
 def check_ops(kernels: tuple[KernelManifest, ...], admission: Admission, policy: Policy) -> PackRefusal | None:
