@@ -133,6 +133,19 @@ def test_clock_begins_no_step_that_would_not_end_in_time(monkeypatch: pytest.Mon
     assert clock.is_over("judge") and not clock.is_over("screen") and not clock.is_over()
 
 
+def test_steps_of_a_smaller_key_are_expected_to_be_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten seconds are too few for what took thirty, and enough for a key of which stock's call is a hundredth."""
+    now = [0.0]
+    monkeypatch.setattr("torch_autokern.search.budget.time.monotonic", lambda: now[0])
+    clock = Clock(45.0)
+    with clock.timed("judge", 10_000.0):
+        now[0] += 30.0
+    assert clock.is_over("judge", 10_000.0) and clock.is_over("judge", 20_000.0) and not clock.is_over("judge", 100.0)
+    with clock.timed("judge", 100.0):
+        now[0] += 6.0
+    assert not clock.is_over("judge", 5_000.0) and clock.is_over("judge", 10_000.0) and not clock.is_over("judge", 1.0)
+
+
 def test_run_goes_on_with_a_larger_budget_where_the_first_ended(tmp_path: Path, serve: Any) -> None:
     server, engine = serve(*story()), PretendEngine()
     search(tmp_path / "run", ask_for(server.url, limits=Limits(candidates=2)), engine=engine)

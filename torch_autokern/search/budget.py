@@ -15,6 +15,7 @@ from torch_autokern.search.nodes import Offered, Reply, StopReason
 from torch_autokern.search.run import Run
 
 LEAST_REPLY_TOKENS = 256  # less holds neither an idea nor a kernel
+_FIXED_PART = 0.4  # of a step that does not depend on the key: starting processes, building sanitized programs
 MESSAGE_TOKENS = 32  # room for what a server puts around each message
 
 
@@ -46,13 +47,14 @@ class Reservation(msgspec.Struct, frozen=True):
 
 
 class Clock:
-    """A run's time and its budget (seconds, or None for no end); `before` was used up in earlier lives. It remembers the
-    longest step of each kind, so that none is begun that would probably not end in time."""
+    """A run's time and its budget (seconds, or None for no end); `before` was used up in earlier lives. It remembers how long
+    steps of each kind took for keys of which `size` (stock's time of a call), so that none is begun that would probably not end
+    in time."""
 
     def __init__(self, budget_seconds: float | None, before: float = 0.0) -> None:
         self._started = time.monotonic() - before
         self.budget_seconds = budget_seconds
-        self._longest: dict[str, float] = {}
+        self._longest: dict[str, dict[float, float]] = {}  # step, size, seconds
 
     def elapsed(self) -> float:
         """Seconds since the run began."""
@@ -66,19 +68,30 @@ class Clock:
         """Seconds that passed in waiting for a person: they are nobody's."""
         self._started += seconds
 
-    def is_over(self, step: str = "") -> bool:
+    def is_over(self, step: str = "", size: float = 0.0) -> bool:
         """Whether the budget is used up, or will be before such a step has ended."""
         left = self.left()
-        return left is not None and left <= self._longest.get(step, 0.0)
+        return left is not None and left <= self._expected(step, size)
 
     @contextmanager
-    def timed(self, step: str) -> Iterator[None]:
+    def timed(self, step: str, size: float = 0.0) -> Iterator[None]:
         """Remember how long a step takes."""
         began = time.monotonic()
         try:
             yield
         finally:
-            self._longest[step] = max(self._longest.get(step, 0.0), time.monotonic() - began)
+            seen = self._longest.setdefault(step, {})
+            seen[size] = max(seen.get(size, 0.0), time.monotonic() - began)
+
+    def _expected(self, step: str, size: float) -> float:
+        """The longest such step for a key that is not larger; for one smaller than all so far a part of the smallest one's."""
+        seen = self._longest.get(step)
+        if not seen:
+            return 0.0
+        smallest = min(seen)
+        if size < smallest:
+            return seen[smallest] * (_FIXED_PART + (1 - _FIXED_PART) * size / smallest)
+        return max(seconds for of_size, seconds in seen.items() if of_size <= size)
 
 
 def allot(clock: Clock, times_us: Sequence[float]) -> float:

@@ -96,6 +96,7 @@ class KeySearch:
         self.parent = run
         self.entry = entry
         self.key = entry.key
+        self.size = entry.stock_time_us / max(entry.calls, 1)
         self.target = run.target_for(entry.key)
         self.candidates: dict[str, Candidate] = {}
         self.journal = journal
@@ -140,7 +141,7 @@ class KeySearch:
         self._ahead("screen", in_order)
         for name in in_order:
             # The first one is always screened: a budget that allows a build should allow an answer.
-            self.out_of_time |= self.parent.clock.is_over("screen")
+            self.out_of_time |= self.parent.clock.is_over("screen", self.size)
             if name != in_order[0] and (self._is_late(_SCREEN_PART) or self.out_of_time):
                 return
             self._screen(name)
@@ -163,7 +164,7 @@ class KeySearch:
             if found is not None:
                 self._remember(name, found)
                 continue
-            self.out_of_time |= self.parent.clock.is_over("judge")
+            self.out_of_time |= self.parent.clock.is_over("judge", self.size)
             if self.out_of_time or not self.publishing:
                 break
             verdict = self._judge(trial)
@@ -231,13 +232,13 @@ class KeySearch:
     def _ahead(self, step: Stage, names: Sequence[str]) -> None:
         """Several machines begin at once, where time allows each of them another step."""
         engine = self.parent.engine
-        if isinstance(engine, Spreading) and names and not self.parent.clock.is_over(step):
+        if isinstance(engine, Spreading) and names and not self.parent.clock.is_over(step, self.size):
             artifacts = [self.artifacts[name] for name in names]
             engine.ahead(step, artifacts, self.key, self.target, self.parent.accuracy)
 
     def _screen(self, name: str) -> None:
         try:
-            with self.parent.quiet(), self.parent.clock.timed("screen"):
+            with self.parent.quiet(), self.parent.clock.timed("screen", self.size):
                 found = self.parent.engine.screen(self.artifacts[name], self.key, self.target, self.parent.accuracy)
         except JudgeError as error:
             self._judge_failed(name, "screen", error)
@@ -272,7 +273,7 @@ class KeySearch:
             return None
         self._say("judging")
         try:
-            with self.parent.quiet(), self.parent.clock.timed("judge"):
+            with self.parent.quiet(), self.parent.clock.timed("judge", self.size):
                 found = self.parent.engine.judge(artifact, self.key, self.target, self.parent.accuracy)
         except JudgeError as error:
             self._judge_failed(name, "judge", error)

@@ -1,5 +1,5 @@
-"""Rows that stream through a ring of shared memory: without a GPU that they compile as meant; with one that they are no less
-accurate than stock, also where a part of the row or the last turn of the ring is not full."""
+"""Rows that stream through a ring of shared memory, or go straight into the registers of a cluster: without a GPU that they
+compile as meant; with one that they are no less accurate than stock, also where a part or the last turn is not full."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from torch_autokern.build.candidate import Candidate
 from torch_autokern.build.cuda_toolkit import find_triton
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.target import local_target
-from torch_autokern.search.templates import layer_norm_ring, softmax_ring
+from torch_autokern.search.templates import layer_norm_ring, softmax_cluster, softmax_ring
 from torch_autokern.search.templates.cuda_ring import Ring
 from torch_autokern.search.templates.cuda_rows import RowShape
 from torch_autokern.store.key import KernelKey, Target
@@ -50,7 +50,9 @@ KEYS = (
 
 
 def proposals(key: KernelKey, target: Target = H200) -> list[Candidate]:
-    return (layer_norm_ring if key.op == "native_layer_norm" else softmax_ring).propose(key, target)
+    if key.op == "native_layer_norm":
+        return layer_norm_ring.propose(key, target)
+    return softmax_ring.propose(key, target) + softmax_cluster.propose(key, target)
 
 
 def name_of(key: KernelKey) -> str:
@@ -61,6 +63,11 @@ def name_of(key: KernelKey) -> str:
 @pytest.mark.parametrize("key", KEYS, ids=name_of)
 def test_first_ring_compiles_without_spills(key: KernelKey) -> None:
     check_resources(proposals(key)[0])
+
+
+@pytest.mark.parametrize("key", [KEYS[0], KEYS[2]], ids=name_of)
+def test_first_cluster_compiles_without_spills(key: KernelKey) -> None:
+    check_resources(softmax_cluster.propose(key, H200)[0])
 
 
 @pytest.mark.long
@@ -100,8 +107,9 @@ def test_a_grid_of_rings_takes_no_more_turns_than_all_multiprocessors_would(part
 
 def test_no_ring_for_short_few_or_unaligned_rows_or_another_chip() -> None:
     for key in (softmax_key((4096, 1024)), softmax_key((16, 65536)), softmax_key((4096, 65536), alignment=4)):
-        assert softmax_ring.propose(key, H200) == []
+        assert softmax_ring.propose(key, H200) == softmax_cluster.propose(key, H200) == []
     assert softmax_ring.propose(softmax_key((4096, 65537)), H200) == []
+    assert softmax_cluster.propose(softmax_key((4096, 65537)), H200) == []
     assert softmax_ring.propose(KEYS[0], Target("cuda", "NVIDIA A100-SXM4-80GB", "sm_80", 0)) == []
     assert layer_norm_ring.propose(norm_key((4096, 16384), 1, "bfloat16", "float32"), H200) == []
 

@@ -19,7 +19,7 @@ NAME = "softmax_ring"
 _LEAST_BYTES = 8192  # of a row: shorter ones have enough of them in flight without
 _LEAST_ROWS = 264
 
-_BODY = """constexpr bool KEEPS = EXACT && !LOG;  // v becomes the exponentials
+ONE_EXCHANGE = """constexpr bool KEEPS = EXACT && !LOG;  // v becomes the exponentials
 // For half types 2^(d log2 e + up), without the instructions that ex2 spends on results which are denormal: in the sum they
 // vanish, and what is written is made 2^64 larger and scaled back.
 INLINE float quick_power(float d, float up) {
@@ -28,7 +28,63 @@ INLINE float quick_power(float d, float up) {
   return r;
 }
 constexpr float UP = 64.0f, DOWN = 1.0f / 18446744073709551616.0f;
-extern "C" __global__ void __launch_bounds__(THREADS, @RESIDENTS@)
+// What a warp holds of a row: its maximum, and the sum of its exponentials measured from that.
+INLINE float2 of_warp(words* v) {
+  words tops = v[0];
+#pragma unroll
+  for (int i = 1; i < V; ++i)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) tops.w[k] = larger(tops.w[k], v[i].w[k], T());
+  float most = -INF;
+#pragma unroll
+  for (int k = 0; k < E; ++k) most = fmaxf(most, element(tops, k));
+  const float top = over_warp<maximum>(most);
+  const float base = top == -INF ? 0.0f : top;
+  forget(v);
+  float s[4] = {};
+#pragma unroll
+  for (int i = 0; i < V; ++i)
+#pragma unroll
+    for (int k = 0; k < E; ++k) {
+      const float d = element(v[i], k) - base, w = EXACT ? expf(d) : quick_power(d, 0.0f);
+      if (KEEPS) v[i].w[k % 4] = __float_as_uint(w);
+      s[k % 4] += w;
+    }
+  forget(v);
+  return make_float2(top, over_warp<total>((s[0] + s[1]) + (s[2] + s[3])));
+}
+// A row's maximum, what its exponentials are multiplied with, and for the logarithm that of their sum.
+struct row_result {
+  float m, scale, sum;
+  // From what all warps of the row found; `top` is this warp's own.
+  INLINE void merge(const float4* found, float top) {
+    const int lane = threadIdx.x % 32;
+    m = -INF;
+    float parts = 0.0f;
+#pragma unroll
+    for (int i = lane; i < C * WARPS; i += 32) m = fmaxf(m, found[i].x);
+    m = over_warp<maximum>(m);
+    // A warp of -inf only weighs nothing, unless the whole row is so: then exp(-inf - -inf) makes the row NaN, as it must.
+#pragma unroll
+    for (int i = lane; i < C * WARPS; i += 32) parts += found[i].y * expf(found[i].x - m);
+    parts = over_warp<total>(parts);
+    sum = LOG ? logf(parts) : 0.0f;
+    scale = (KEEPS ? expf(top - m) : DOWN) / parts;
+  }
+  INLINE pieces<O> finished(const words& v) const {
+    pieces<O> out;
+#pragma unroll
+    for (int k = 0; k < E; ++k) {
+      const float value = element(v, k);
+      from_float(LOG ? (value - m) - sum : KEEPS ? value * scale : quick_power(value - m, UP) * scale, out.e[k]);
+    }
+    return out;
+  }
+};
+"""
+_BODY = (
+    ONE_EXCHANGE
+    + """extern "C" __global__ void __launch_bounds__(THREADS, @RESIDENTS@)
 softmax(const T* __restrict__ x, O* __restrict__ y) {
   extern __shared__ __align__(128) char data[];
   __shared__ __align__(8) uint64_t bars[2 * SLOTS + 2];
@@ -39,9 +95,8 @@ softmax(const T* __restrict__ x, O* __restrict__ y) {
   if (threadIdx.x == 0) asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   meet_cluster();
   in.fill();
-  const int lane = threadIdx.x % 32;
   words v[V];
-  float m = 0.0f, scale = 0.0f, sum = 0.0f;  // of the row in v
+  row_result done{0.0f, 0.0f, 0.0f};  // of the row in v
   O* to = nullptr;
   for (int64_t row = blockIdx.x / C;; row += teams) {
     const bool more = row < ROWS;
@@ -51,13 +106,7 @@ softmax(const T* __restrict__ x, O* __restrict__ y) {
 #pragma unroll
         for (int p = 0; p < P; ++p) {
           const int i = c * P + p;
-          pieces<O> out;
-#pragma unroll
-          for (int k = 0; k < E; ++k) {
-            const float value = element(v[i], k);
-            from_float(LOG ? (value - m) - sum : KEEPS ? value * scale : quick_power(value - m, UP) * scale, out.e[k]);
-          }
-          if (in.has(i)) store_piece(to + in.at(i), out);
+          if (in.has(i)) store_piece(to + in.at(i), done.finished(v[i]));
         }
       }
       if (more) {
@@ -71,47 +120,16 @@ softmax(const T* __restrict__ x, O* __restrict__ y) {
       }
     }
     if (!more) break;
-    words tops = v[0];
-#pragma unroll
-    for (int i = 1; i < V; ++i)
-#pragma unroll
-      for (int k = 0; k < 4; ++k) tops.w[k] = larger(tops.w[k], v[i].w[k], T());
-    float most = -INF;
-#pragma unroll
-    for (int k = 0; k < E; ++k) most = fmaxf(most, element(tops, k));
-    const float top = over_warp<maximum>(most);
-    const float base = top == -INF ? 0.0f : top;
-    forget(v);
-    float s[4] = {};
-#pragma unroll
-    for (int i = 0; i < V; ++i)
-#pragma unroll
-      for (int k = 0; k < E; ++k) {
-        const float d = element(v[i], k) - base, w = EXACT ? expf(d) : quick_power(d, 0.0f);
-        if (KEEPS) v[i].w[k % 4] = __float_as_uint(w);
-        s[k % 4] += w;
-      }
-    forget(v);
-    const float mine = over_warp<total>((s[0] + s[1]) + (s[2] + s[3]));
+    const float2 mine = of_warp(v);
     in.send();
     __syncwarp();
-    const float4* found = all(rank, make_float4(top, mine, 0.0f, 0.0f));
-    m = -INF;
-    float parts = 0.0f;
-#pragma unroll
-    for (int i = lane; i < C * WARPS; i += 32) m = fmaxf(m, found[i].x);
-    m = over_warp<maximum>(m);
-    // A warp of -inf only weighs nothing, unless the whole row is so: then exp(-inf - -inf) makes the row NaN, as it must.
-#pragma unroll
-    for (int i = lane; i < C * WARPS; i += 32) parts += found[i].y * expf(found[i].x - m);
-    parts = over_warp<total>(parts);
-    sum = LOG ? logf(parts) : 0.0f;
-    scale = (KEEPS ? expf(top - m) : DOWN) / parts;
+    done.merge(all(rank, make_float4(mine.x, mine.y, 0.0f, 0.0f)), mine.x);
     to = y + y_offset(row);
   }
   meet_cluster();  // nobody leaves while others may still write into its shared memory
 }
 """
+)
 
 
 def of_ring(kernel: RowKernel, ring: Ring) -> Candidate | None:
