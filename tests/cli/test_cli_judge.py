@@ -64,6 +64,7 @@ def test_a_wrong_kernel_is_refused_and_its_replay_shows_the_same_numbers(tmp_pat
     assert autokern(*command[1:], code=1).stdout == first
 
 
+@pytest.mark.long
 def test_a_crash_names_the_case_that_crashes_again(tmp_path: Path) -> None:
     folder = folder_of("reads_past_end", tmp_path)
     document = json.loads(autokern("judge", str(folder), "--no-timing", "--json", code=1).stdout)
@@ -72,6 +73,7 @@ def test_a_crash_names_the_case_that_crashes_again(tmp_path: Path) -> None:
     assert json.loads(again)["refusal"] == document["refusal"]
 
 
+@pytest.mark.long
 def test_a_sanitizers_refusal_replays_without_the_trials(tmp_path: Path) -> None:
     folder = folder_of("overflows_an_integer", tmp_path)
     said = autokern("judge", str(folder), "--replay", "sanitizers:5:0", code=1).stdout

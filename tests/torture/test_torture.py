@@ -39,7 +39,12 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(made, ignore_errors=True)
 
 
-@pytest.mark.parametrize("part", PARTS, ids=lambda part: part.name)
+# The two slowest: `tests/store` kills and fails a publish at every system call in the fast tier.
+_LONG = {"kill points", "errors"}
+_BY_TIER = [pytest.param(part, marks=[pytest.mark.long] if part.name in _LONG else [], id=part.name) for part in PARTS]
+
+
+@pytest.mark.parametrize("part", _BY_TIER)
 def test_a_little_of_every_part(part: Part) -> None:
     figure = run_part(part, _A_LITTLE[part.name], Figure(), time.monotonic() + 60)
     if figure.skipped:
@@ -116,6 +121,7 @@ def test_real_cuts_find_a_store_that_does_not_sync(folder: Path, sabotage: str) 
     assert _bad(cuts.ext4_cuts(folder, sabotage), folder, 4) > 0
 
 
+@pytest.mark.long
 @needs_gate
 def test_kill_points_find_a_store_that_writes_in_place(folder: Path) -> None:
     def in_place(path: Path, data: bytes, root: Path, replace: bool) -> bool:

@@ -61,6 +61,7 @@ def test_split_matmul_keeps_its_accumulators_in_registers(key: KernelKey) -> Non
     assert all(resources.spilled_bytes <= 16 for resources in artifact.resources.values()), artifact.resources
 
 
+@pytest.mark.long
 def test_split_matmul_runs_on_tensor_cores_in_one_go_per_stage(tmp_path: Path) -> None:
     needs_triton()
     shapes = {
@@ -101,6 +102,7 @@ def test_no_split_matmul_where_it_cannot_win_or_would_not_be_strict() -> None:
     assert matmul_split.propose(MATMULS[0], msgspec.structs.replace(H200, arch="sm_80")) == []
 
 
+@pytest.mark.long
 def test_grid_norm_and_column_softmax_compile_without_spills() -> None:
     keys = (norm_key((16, 64, 256, 256), 3, parameters="float32"), norm_key((4, 64, 256, 256), 3, "bfloat16", "bfloat16"))
     columns = (column_key((64, 1024, 512), 1), column_key((8, 5000, 37), 1, "bfloat16"), column_key((7, 33, 5), 0, "float16"))
