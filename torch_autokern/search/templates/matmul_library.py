@@ -1,8 +1,7 @@
 """`addmm` and `baddbmm` on the CPU, float32: stock's own product into the result, then the addend by a pass of its own.
 
 Stock copies a broadcast addend over the whole result before its product reads it back. Here the product is written once, and
-the addend is added to it afterwards. It wins where stock's product is better than the tiles of `matmul_cpu` and the result
-stays in cache, or its pages come from the pool.
+the addend is added to it afterwards: for machines on which stock's product is ahead of the tiles of `matmul_cpu`.
 """
 
 from __future__ import annotations

@@ -85,5 +85,6 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     if shape.length * shape.item_bytes < _LEAST_BYTES:
         return []
     made = [of_cluster(kernel, *cluster, kernel.streaming) for cluster in _CLUSTERS]
-    made += [of_cluster(kernel, *cluster, not kernel.streaming) for cluster in _CLUSTERS[:2]]
+    if kernel.streaming:
+        made += [of_cluster(kernel, *cluster, False) for cluster in _CLUSTERS[:2]]
     return [candidate for candidate in made if candidate is not None]
