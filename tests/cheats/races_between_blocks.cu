@@ -1,5 +1,5 @@
-/* {"op": "_softmax", "sizes": [256, 1000], "scalars": {"dim": 1, "half_to_float": false}, "reason": ["wrong_value", "not_deterministic", "stale_result", "wrong_nonfinite"],
-    "steps": [{"entry": "softmax", "grid": [256, 1, 1], "block": [32, 1, 1], "args": ["x", "y", "room", "1000"]}],
+/* {"op": "_softmax", "sizes": [32768, 100], "scalars": {"dim": 1, "half_to_float": false}, "reason": ["wrong_value", "not_deterministic", "stale_result", "wrong_nonfinite"],
+    "steps": [{"entry": "softmax", "grid": [32768, 1, 1], "block": [32, 1, 1], "args": ["x", "y", "room", "100"]}],
     "workspaces": [{"name": "room", "size_bytes": 4096}],
     "idea": "one block reads what another one writes"} */
 #define INF __int_as_float(0x7f800000)
@@ -16,8 +16,8 @@ __device__ void row(const float* x, float* y, int n) {
 }
 extern "C" __global__ void softmax(const float* x, float* y, float* room, int n) {
   const long long r = blockIdx.x;
-  // Block 0 counts on block 255 having been there.
-  if (r == 255 && threadIdx.x == 0) room[0] = 1.0f;
+  // Block 0 counts on the last block having been there; so many are never on a device at once.
+  if (r == gridDim.x - 1 && threadIdx.x == 0) room[0] = 1.0f;
   row(x + r * n, y + r * n, n);
   if (r == 0 && threadIdx.x == 0) y[0] *= *(volatile float*)room == 1.0f ? 1.0f : 2.0f;
 }

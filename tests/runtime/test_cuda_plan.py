@@ -21,6 +21,7 @@ from torch_autokern.runtime.plan import (
     Workspace,
     WorkspaceArg,
 )
+from torch_autokern.runtime.session import family_bit
 from torch_autokern.store.key import KernelKey
 
 pytestmark = [
@@ -103,8 +104,10 @@ def _softmax(cubin: bytes, x: torch.Tensor, **changes: object) -> LoadedKernel:
 
 
 def _serve(kernel: LoadedKernel) -> None:
+    """Inside an open scope: past the session, which cannot know the family and so would not have it watched."""
     words = SPECS["_softmax"].encode(kernel.key, kernel.native_device)
     extension().set_table([(words, [(0, 1, 0, kernel.native)])])
+    extension().watch(family_bit(words))
 
 
 def test_scalars_of_every_width_arrive(cubin: bytes) -> None:

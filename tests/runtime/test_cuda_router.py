@@ -1,6 +1,9 @@
-"""The router at the CUDA keys: every call is a counted miss until GPU kernels exist, and stock in every way of calling."""
+"""The router at the CUDA keys, every op family watched and no kernel there: counted misses, and stock in every way of calling."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -8,11 +11,21 @@ from torch import nn
 
 import torch_autokern as autokern
 from torch_autokern.runtime.extension import extension
+from torch_autokern.runtime.session import session
 
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
 ]
+
+
+@contextmanager
+def _every_family_watched() -> Iterator[None]:
+    session().open_block(every_family=True)
+    try:
+        yield
+    finally:
+        session().close_block(every_family=True)
 
 
 def _calls(op: str) -> int:
@@ -33,7 +46,7 @@ class Block(nn.Module):
 
 
 def test_all_cuda_keys_are_covered_and_given_back() -> None:
-    with autokern.enabled():
+    with _every_family_watched():
         rows = [row for row in extension().installed_overloads() if row.device == "CUDA"]
         assert len(rows) == 18
         assert all(row.installed and row.on_top for row in rows)
@@ -48,10 +61,11 @@ def test_misses_on_cuda_are_bitwise_stock_in_forward_and_backward() -> None:
     want = model(x)
     want_grad = torch.autograd.grad(want.square().sum(), [x, *model.parameters()])
     before = _calls("native_layer_norm_backward")
-    autokern.optimize(model)
-    got = model(x)
-    got_grad = torch.autograd.grad(got.square().sum(), [x, *model.parameters()])
-    autokern.restore(model)
+    with _every_family_watched():
+        autokern.optimize(model)
+        got = model(x)
+        got_grad = torch.autograd.grad(got.square().sum(), [x, *model.parameters()])
+        autokern.restore(model)
     assert torch.equal(got, want)
     assert all(torch.equal(a, b) for a, b in zip(got_grad, want_grad, strict=True))
     assert _calls("native_layer_norm_backward") == before + 1, "the backward runs in the device's own thread, and is in scope"

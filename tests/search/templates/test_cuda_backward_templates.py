@@ -90,7 +90,7 @@ SOFTMAX_CASES = [
 NORM_CASES = [
     (sizes, dims, dtype, parameters, mask)
     for sizes, dims in (((37, 8), 1), ((1000, 128), 1), ((5000, 768), 1), ((33, 4096), 1), ((64, 16, 48), 2), ((3, 16384), 1))
-    for dtype, parameters in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float32"), ("float32", ""))
+    for dtype, parameters in (("float32", "float32"), ("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", ""))
     for mask in ((ALL, (True, False, False), (False, True, True)) if parameters else ((True, False, False),))
 ]
 

@@ -94,18 +94,35 @@ def words_of(ring: Ring) -> dict[str, Parameter]:
     return {name: value for name, value in asdict(ring).items() if name != "fixed_bytes"}
 
 
-RING = """constexpr int P = @P@, SLOTS = @SLOTS@, PARTS = @PARTS@, PIECES = THREADS * P, SLOT_BYTES = PIECES * 16;
-constexpr int64_t ALL = D / E, SHARE = (ALL + PARTS - 1) / PARTS;
-constexpr int NC = int((SHARE + PIECES - 1) / PIECES);
-constexpr int64_t LEAST = ALL - (PARTS - 1) * SHARE;  // pieces of the last part, which may be none
-static_assert(V == NC * P, "pieces of a row a thread");
-INLINE uint32_t shared(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
+# Barriers in shared memory, pieces as registers, and sums over a warp.
+WORDS = """INLINE uint32_t shared(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 INLINE void wait(uint32_t bar, uint32_t parity) {
   asm volatile(
       "{.reg .pred p;\\nAGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [%0], %1;\\n@p bra DONE;\\nbra AGAIN;\\nDONE:}"
       ::"r"(bar), "r"(parity)
       : "memory");
 }
+// A piece as the four registers that it fills: an array of half types would take a register for each element.
+struct alignas(16) words { uint32_t w[4]; };
+INLINE float part_of(uint32_t w, bool high, float) { return __uint_as_float(w); }
+INLINE float part_of(uint32_t w, bool high, __nv_bfloat16) { return __uint_as_float(high ? w & 0xFFFF0000u : w << 16); }
+INLINE float part_of(uint32_t w, bool high, __half) {
+  return __half2float(__ushort_as_half(static_cast<unsigned short>(high ? w >> 16 : w & 0xFFFFu)));
+}
+INLINE float element(const words& v, int k) { return part_of(v.w[k * 4 / E], k * 4 % E != 0, T()); }
+template <class Op> INLINE float over_warp(float v) {
+#pragma unroll
+  for (int o = 16; o > 0; o /= 2) v = Op::join(v, __shfl_xor_sync(~0u, v, o));
+  return v;
+}
+"""
+RING = (
+    WORDS
+    + """constexpr int P = @P@, SLOTS = @SLOTS@, PARTS = @PARTS@, PIECES = THREADS * P, SLOT_BYTES = PIECES * 16;
+constexpr int64_t ALL = D / E, SHARE = (ALL + PARTS - 1) / PARTS;
+constexpr int NC = int((SHARE + PIECES - 1) / PIECES);
+constexpr int64_t LEAST = ALL - (PARTS - 1) * SHARE;  // pieces of the last part, which may be none
+static_assert(V == NC * P, "pieces of a row a thread");
 INLINE void expect(uint32_t bar, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(bar), "r"(bytes) : "memory");
 }
@@ -128,14 +145,6 @@ INLINE int64_t pieces_of_part(int64_t part) {
   const int64_t left = ALL - part * SHARE;
   return left < SHARE ? (left > 0 ? left : 0) : SHARE;
 }
-// A piece as the four registers that it fills: an array of half types would take a register for each element.
-struct alignas(16) words { uint32_t w[4]; };
-INLINE float part_of(uint32_t w, bool high, float) { return __uint_as_float(w); }
-INLINE float part_of(uint32_t w, bool high, __nv_bfloat16) { return __uint_as_float(high ? w & 0xFFFF0000u : w << 16); }
-INLINE float part_of(uint32_t w, bool high, __half) {
-  return __half2float(__ushort_as_half(static_cast<unsigned short>(high ? w >> 16 : w & 0xFFFFu)));
-}
-INLINE float element(const words& v, int k) { return part_of(v.w[k * 4 / E], k * 4 % E != 0, T()); }
 // Elementwise, in place: converting every element would leave floats that the compiler keeps.
 INLINE uint32_t larger(uint32_t a, uint32_t b, float) {
   return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
@@ -259,9 +268,5 @@ struct exchange {
     return to;
   }
 };
-template <class Op> INLINE float over_warp(float v) {
-#pragma unroll
-  for (int o = 16; o > 0; o /= 2) v = Op::join(v, __shfl_xor_sync(~0u, v, o));
-  return v;
-}
 """
+)

@@ -218,6 +218,7 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
     call = _call(key)
     if call is None or target.device_type != "cuda":
         return []
-    teams = [team for team in teams_for(call.shape, call.rows) if team.cluster == 1][:_MAX_TEAMS]
+    # As on one processor: blocks that idle where rows are few are no reason for a cluster, which a row's gradient cannot use.
+    teams = [team for team in teams_for(call.shape, call.rows, processors=1) if team.cluster == 1][:_MAX_TEAMS]
     found = [call.of_team(team, blocks) for team in teams for blocks in (2, 4, 1, 8)]
     return [candidate for candidate in found if candidate is not None]

@@ -26,19 +26,8 @@ _LEAST_GRID_PIECES = PROCESSORS * 480  # shorter rows leave threads of the grid 
 _REGISTERS, _SHARED, _AHEAD = 1, 2, 3  # where parameters are kept
 _OTHER_REGISTERS = 44
 
-_BODY = (
-    """constexpr int REGISTERS = 1, SHARED = 2, AHEAD = 3, W_AT = HAS_WEIGHT ? @W_AT@ : 0, B_AT = HAS_BIAS ? @B_AT@ : 0;
-constexpr bool GRID = PARTS > C;
-constexpr int DEPTH = @DEPTH@, FIRST_AHEAD = @FIRST_AHEAD@, ROUND = V - FIRST_AHEAD;  // of the bias: pieces before are held
-constexpr int KEPT_BIAS = B_AT == REGISTERS ? V : B_AT == AHEAD && FIRST_AHEAD > 0 ? FIRST_AHEAD : 1;
-static_assert(B_AT != AHEAD || ROUND % DEPTH == 0, "turns of the pieces read ahead");
-constexpr int PARAMETER_BYTES = int(SHARE) * 16;
-INLINE words parameter(const W* from, const ring& in, int i) {
-  words r = {};
-  if (in.has(i)) *reinterpret_cast<uint4*>(&r) = __ldg(reinterpret_cast<const uint4*>(from + in.at(i)));
-  return r;
-}
-// Of moments {mean, what is missing of it, variance, share of the elements}, K in each lane: {mean of the first, what is
+# Over a warp.
+MERGED = """// Of moments {mean, what is missing of it, variance, share of the elements}, K in each lane: {mean of the first, what is
 // missing of the mean of all, variance, the mean of all without care}. The last is right where the mean is not finite.
 template <int K> INLINE float4 merged(const float4 (&e)[K]) {
   const float m0 = __shfl_sync(~0u, e[0].x, 0);
@@ -59,7 +48,22 @@ template <int K> INLINE float4 merged(const float4 (&e)[K]) {
     }
   return make_float4(m0, rest, over_warp<total>(var), plain);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, @RESIDENTS@)
+"""
+_BODY = (
+    """constexpr int REGISTERS = 1, SHARED = 2, AHEAD = 3, W_AT = HAS_WEIGHT ? @W_AT@ : 0, B_AT = HAS_BIAS ? @B_AT@ : 0;
+constexpr bool GRID = PARTS > C;
+constexpr int DEPTH = @DEPTH@, FIRST_AHEAD = @FIRST_AHEAD@, ROUND = V - FIRST_AHEAD;  // of the bias: pieces before are held
+constexpr int KEPT_BIAS = B_AT == REGISTERS ? V : B_AT == AHEAD && FIRST_AHEAD > 0 ? FIRST_AHEAD : 1;
+static_assert(B_AT != AHEAD || ROUND % DEPTH == 0, "turns of the pieces read ahead");
+constexpr int PARAMETER_BYTES = int(SHARE) * 16;
+INLINE words parameter(const W* from, const ring& in, int i) {
+  words r = {};
+  if (in.has(i)) *reinterpret_cast<uint4*>(&r) = __ldg(reinterpret_cast<const uint4*>(from + in.at(i)));
+  return r;
+}
+"""
+    + MERGED
+    + """extern "C" __global__ void __launch_bounds__(THREADS, @RESIDENTS@)
 layer_norm("""
     + SIGNATURE
     + """@GRID_PARAMETERS@) {
