@@ -14,7 +14,7 @@ from torch_autokern.build import cuda_toolkit
 from torch_autokern.build.box import Limits
 from torch_autokern.build.compile_cuda import compile_cuda, spills_of
 from torch_autokern.build.cuda_source import OWN_HEADERS, TOOLKIT_HEADERS
-from torch_autokern.build.nvrtc_child import without_unused_globals
+from torch_autokern.build.ptx_globals import without_unused_globals
 from torch_autokern.errors import BuildError, StaticRuleError, ToolchainError
 from torch_autokern.runtime.cubin import read_cubin
 from torch_autokern.runtime.plan import InputArg, KernelStep, LaunchPlan, OutputArg

@@ -17,7 +17,7 @@ def soft(x, y, n, B: tl.constexpr):
     # `tl.exp` multiplies by log2 e in one rounding: 50 below the maximum that errs by 25 times what stock's expf does. So
     # whole powers of two are taken out first (Cody and Waite); below -150 all of it is 0.
     d = tl.where(d < -150.0, -150.0, d)
-    whole = (d * 1.4426950408889634 + 12582912.0) - 12582912.0  # to the nearest: the last bit of such a sum is 1
+    whole = tl.floor(d * 1.4426950408889634 + 0.5)
     rest = d + whole * -0.693359375  # exact: 9 bits times 8
     v = tl.exp(rest + whole * 2.12194440e-4) * tl.exp2(whole)
     tl.store(y + row * n + at, v / tl.sum(v, 0), mask=at < n)

@@ -1,4 +1,4 @@
-"""The router at the CUDA keys, every op family watched and no kernel there: counted misses, and stock in every way of calling."""
+"""The router at the CUDA keys, families watched and no kernel there: counted misses, and stock in every way of calling."""
 
 from __future__ import annotations
 

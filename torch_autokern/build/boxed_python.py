@@ -30,7 +30,7 @@ def run_child(
 ) -> BoxResult:
     """Run `script` with `request` on its standard input, in the box.
 
-    `packages` maps import names (with `/` for a package inside a namespace) to where they are installed: those, the standard
+    The script may import its neighbours. `packages` maps import names (with `/` for a package inside a namespace) to where they are installed: those, the standard
     library and the system's libraries are all that it can read. It writes into `scratch`, its working folder.
 
     Raises:
@@ -43,7 +43,7 @@ def run_child(
         link.symlink_to(place)
     interpreter = Path(os.path.realpath(sys.executable))
     prefix = Path(os.path.realpath(sys.base_prefix))
-    allowed = (script, interpreter, prefix / "lib", *_SYSTEM_LIBRARIES, *packages.values(), *readable)
+    allowed = (script.parent, interpreter, prefix / "lib", *_SYSTEM_LIBRARIES, *packages.values(), *readable)
     return run_boxed(
         [str(interpreter), "-s", "-S", "-B", str(script), str(site)],
         scratch=scratch,

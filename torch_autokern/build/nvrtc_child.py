@@ -4,32 +4,19 @@ Standard library and NVIDIA's bindings only. Request: JSON with `libraries` (NVR
 installed; loaded by path so that no search path matters), `arch`, `options`, `headers` (names with their texts) and `source`.
 Answer: JSON with `version` and `log`.
 
-NVRTC emits every constant at namespace scope as a global variable, used or not (13.0), and no rule could then tell
-``constexpr int N = 4`` from state that outlives a launch. So variables that nothing names are dropped from the PTX, and what is
-left is assembled by nvJitLink.
+Where NVRTC's PTX has global variables that nothing names (`ptx_globals`), it is assembled without them, by nvJitLink.
 """
 
 from __future__ import annotations
 
-import collections
 import ctypes
 import json
-import re
 import sys
 from pathlib import Path
 
+from ptx_globals import without_unused_globals
+
 MAX_LOG = 1 << 16
-_WORD = re.compile(r"[A-Za-z_$%][\w$]*")
-_GLOBAL = re.compile(
-    r"^(?:\.(?:visible|weak) )?\.global\b[^;={]*?([A-Za-z_$][\w$]*)(?:\[\d*\])?\s*(?:=[^;]*)?;\n", re.MULTILINE
-)
-
-
-def without_unused_globals(ptx: str) -> str:
-    """PTX without the global variables whose names stand nowhere else in it."""
-    uses = collections.Counter(_WORD.findall(ptx))
-    # Once is enough: a variable that only another one's initialiser names stays, and the cubin is refused for it.
-    return _GLOBAL.sub(lambda found: "" if uses[found[1]] == 1 else found[0], ptx)
 
 
 def assemble(ptx: str, arch: str) -> tuple[bytes, str]:

@@ -16,6 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ptx_globals import without_unused_globals
+
 _SHARED = re.compile(r"^\.extern \.shared \.align (\d+) \.b8 global_smem\[\];\s*$", re.MULTILINE)
 _HEAD = re.compile(r"^\.(?:version|target|address_size)\b.*$", re.MULTILINE)
 _COPIED = (
@@ -65,8 +67,8 @@ def build(function: Any, kernel: dict[str, Any], capability: int) -> Any:
 
 
 def assemble(texts: list[str], capability: int, fused: bool) -> bytes:
-    """Several kernels in one cubin: their PTX under one head, with the one shared-memory symbol that they all name."""
-    from triton import knobs
+    """Kernels in one cubin: their PTX under one head, with the one shared-memory symbol that they all name."""
+    from triton.backends.nvidia.compiler import get_ptxas  # which assembler wrote that PTX version depends on Triton's
 
     heads = [_HEAD.findall(text) for text in texts]
     if any(head != heads[0] for head in heads):
@@ -76,8 +78,7 @@ def assemble(texts: list[str], capability: int, fused: bool) -> bytes:
     bodies = [_SHARED.sub("", _HEAD.sub("", text)) for text in texts]
     Path("kernel.ptx").write_text("\n".join([*heads[0], *shared, *bodies]))
     target = re.search(r"^\.target\s+(sm_\w+)", texts[0], re.MULTILINE)
-    tool = knobs.nvidia.ptxas_blackwell if capability >= 100 else knobs.nvidia.ptxas
-    command = [tool.path, f"--gpu-name={target[1] if target else ''}", *([] if fused else ["--fmad=false"])]
+    command = [get_ptxas(capability).path, f"--gpu-name={target[1] if target else ''}", *([] if fused else ["--fmad=false"])]
     done = subprocess.run([*command, "kernel.ptx", "-o", "kernel.cubin"], capture_output=True, text=True)
     if done.returncode:
         raise RefusedError(f"ptxas: {done.stderr or done.stdout}")
@@ -102,10 +103,12 @@ def main() -> int:
     fused = {kernel["enable_fp_fusion"] for kernel in request["kernels"]}
     if len(fused) > 1:
         raise RefusedError("kernels of one source share enable_fp_fusion")
-    if len(built) == 1:
+    texts = [one.asm["ptx"] for one in built]
+    needed = [without_unused_globals(text) for text in texts]
+    if len(built) == 1 and needed == texts:
         Path("kernel.cubin").write_bytes(built[0].asm["cubin"])
     else:
-        assemble([one.asm["ptx"] for one in built], request["capability"], fused.pop())
+        assemble(needed, request["capability"], fused.pop())
     answer = {}
     for one in built:
         metadata = one.metadata

@@ -7,6 +7,7 @@ import math
 import re
 import subprocess
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -30,7 +31,7 @@ from torch_autokern.build.candidate import Candidate
 from torch_autokern.build.cuda_toolkit import find_triton
 from torch_autokern.ops import SPECS
 from torch_autokern.runtime.target import local_target
-from torch_autokern.search.templates import layer_norm_ring, softmax_cluster, softmax_ring
+from torch_autokern.search.templates import layer_norm_ring, softmax_block, softmax_cluster, softmax_ring
 from torch_autokern.search.templates.cuda_ring import Ring
 from torch_autokern.search.templates.cuda_rows import RowShape
 from torch_autokern.store.key import KernelKey, Target
@@ -52,7 +53,8 @@ KEYS = (
 def proposals(key: KernelKey, target: Target = H200) -> list[Candidate]:
     if key.op == "native_layer_norm":
         return layer_norm_ring.propose(key, target)
-    return softmax_ring.propose(key, target) + softmax_cluster.propose(key, target)
+    templates = (softmax_ring, softmax_cluster, softmax_block)
+    return [candidate for template in templates for candidate in template.propose(key, target)]
 
 
 def name_of(key: KernelKey) -> str:
@@ -65,9 +67,10 @@ def test_first_ring_compiles_without_spills(key: KernelKey) -> None:
     check_resources(proposals(key)[0])
 
 
+@pytest.mark.parametrize("template", [softmax_cluster, softmax_block], ids=lambda template: template.NAME)
 @pytest.mark.parametrize("key", [KEYS[0], KEYS[2]], ids=name_of)
-def test_first_cluster_compiles_without_spills(key: KernelKey) -> None:
-    check_resources(softmax_cluster.propose(key, H200)[0])
+def test_first_without_a_ring_compiles_without_spills(template: ModuleType, key: KernelKey) -> None:
+    check_resources(template.propose(key, H200)[0])
 
 
 @pytest.mark.long
@@ -107,10 +110,9 @@ def test_a_grid_of_rings_takes_no_more_turns_than_all_multiprocessors_would(part
 
 def test_no_ring_for_short_few_or_unaligned_rows_or_another_chip() -> None:
     for key in (softmax_key((4096, 1024)), softmax_key((16, 65536)), softmax_key((4096, 65536), alignment=4)):
-        assert softmax_ring.propose(key, H200) == softmax_cluster.propose(key, H200) == []
-    assert softmax_ring.propose(softmax_key((4096, 65537)), H200) == []
-    assert softmax_cluster.propose(softmax_key((4096, 65537)), H200) == []
-    assert softmax_ring.propose(KEYS[0], Target("cuda", "NVIDIA A100-SXM4-80GB", "sm_80", 0)) == []
+        assert proposals(key) == []
+    assert proposals(softmax_key((4096, 65537))) == []
+    assert proposals(KEYS[0], Target("cuda", "NVIDIA A100-SXM4-80GB", "sm_80", 0)) == []
     assert layer_norm_ring.propose(norm_key((4096, 16384), 1, "bfloat16", "float32"), H200) == []
 
 

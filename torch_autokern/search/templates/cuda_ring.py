@@ -94,7 +94,7 @@ def words_of(ring: Ring) -> dict[str, Parameter]:
     return {name: value for name, value in asdict(ring).items() if name != "fixed_bytes"}
 
 
-# Barriers in shared memory, pieces as registers, and sums over a warp.
+# Barriers in shared memory, pieces as registers and what is done to them in place, and sums over a warp.
 WORDS = """INLINE uint32_t shared(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 INLINE void wait(uint32_t bar, uint32_t parity) {
   asm volatile(
@@ -110,6 +110,29 @@ INLINE float part_of(uint32_t w, bool high, __half) {
   return __half2float(__ushort_as_half(static_cast<unsigned short>(high ? w >> 16 : w & 0xFFFFu)));
 }
 INLINE float element(const words& v, int k) { return part_of(v.w[k * 4 / E], k * 4 % E != 0, T()); }
+// Elementwise, in place: converting every element would leave floats that the compiler keeps.
+INLINE uint32_t larger(uint32_t a, uint32_t b, float) {
+  return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
+}
+template <class U, class U2> INLINE uint32_t larger_pair(uint32_t a, uint32_t b) {
+  const U2 r = __hmax2(*reinterpret_cast<U2*>(&a), *reinterpret_cast<U2*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&r);
+}
+INLINE uint32_t larger(uint32_t a, uint32_t b, __half) { return larger_pair<__half, __half2>(a, b); }
+INLINE uint32_t larger(uint32_t a, uint32_t b, __nv_bfloat16) { return larger_pair<__nv_bfloat16, __nv_bfloat162>(a, b); }
+INLINE words filled(T value) {
+  pieces<T> v;
+#pragma unroll
+  for (int k = 0; k < E; ++k) v.e[k] = value;
+  return *reinterpret_cast<words*>(&v);
+}
+// The compiler may not keep what it made of these pieces: converted elements would need twice the registers.
+INLINE void forget(words* v) {
+#pragma unroll
+  for (int i = 0; i < V; ++i)
+#pragma unroll
+    for (int k = 0; k < 4; ++k) asm volatile("" : "+r"(v[i].w[k]));
+}
 template <class Op> INLINE float over_warp(float v) {
 #pragma unroll
   for (int o = 16; o > 0; o /= 2) v = Op::join(v, __shfl_xor_sync(~0u, v, o));
@@ -144,22 +167,6 @@ INLINE void meet_cluster() {
 INLINE int64_t pieces_of_part(int64_t part) {
   const int64_t left = ALL - part * SHARE;
   return left < SHARE ? (left > 0 ? left : 0) : SHARE;
-}
-// Elementwise, in place: converting every element would leave floats that the compiler keeps.
-INLINE uint32_t larger(uint32_t a, uint32_t b, float) {
-  return __float_as_uint(fmaxf(__uint_as_float(a), __uint_as_float(b)));
-}
-template <class U, class U2> INLINE uint32_t larger_pair(uint32_t a, uint32_t b) {
-  const U2 r = __hmax2(*reinterpret_cast<U2*>(&a), *reinterpret_cast<U2*>(&b));
-  return *reinterpret_cast<const uint32_t*>(&r);
-}
-INLINE uint32_t larger(uint32_t a, uint32_t b, __half) { return larger_pair<__half, __half2>(a, b); }
-INLINE uint32_t larger(uint32_t a, uint32_t b, __nv_bfloat16) { return larger_pair<__nv_bfloat16, __nv_bfloat162>(a, b); }
-INLINE words filled(T value) {
-  pieces<T> v;
-#pragma unroll
-  for (int k = 0; k < E; ++k) v.e[k] = value;
-  return *reinterpret_cast<words*>(&v);
 }
 struct ring {
   const T* x;
@@ -227,13 +234,6 @@ struct ring {
   // 64 bits before the sum: then the pieces' addresses differ by constants that loads and stores carry.
   INLINE int64_t at(int i) const { return (first + int64_t(threadIdx.x)) * E + int64_t(i) * THREADS * E; }
 };
-// The compiler may not keep what it made of these pieces: converted elements would need twice the registers.
-INLINE void forget(words* v) {
-#pragma unroll
-  for (int i = 0; i < V; ++i)
-#pragma unroll
-    for (int k = 0; k < 4; ++k) asm volatile("" : "+r"(v[i].w[k]));
-}
 // What the warps of a cluster or of one block found, one float4 each, to all of its blocks. Two buffers suffice: who sends
 // for the next row but one has heard of the next row from every warp, and each of them had read this row's by then.
 struct exchange {

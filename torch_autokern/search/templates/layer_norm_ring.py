@@ -27,26 +27,26 @@ _REGISTERS, _SHARED, _AHEAD = 1, 2, 3  # where parameters are kept
 _OTHER_REGISTERS = 44
 
 # Over a warp.
-MERGED = """// Of moments {mean, what is missing of it, variance, share of the elements}, K in each lane: {mean of the first, what is
-// missing of the mean of all, variance, the mean of all without care}. The last is right where the mean is not finite.
+MERGED = """// Of moments {mean, what is missing of it, variance, share of the elements}, K in each lane: {mean of all without
+// care, what is missing of it, variance, the first again}. Shares are rounded, so distances are taken from about the mean of
+// all: from any one of the means they could be long.
 template <int K> INLINE float4 merged(const float4 (&e)[K]) {
-  const float m0 = __shfl_sync(~0u, e[0].x, 0);
-  float rest = 0.0f, plain = 0.0f, var = 0.0f;
+  float plain = 0.0f, rest = 0.0f, var = 0.0f;
 #pragma unroll
   for (int i = 0; i < K; ++i)
-    if (e[i].w > 0.0f) {
-      rest = fmaf(e[i].w, (e[i].x - m0) + beside(e[i].x, e[i].y), rest);
-      plain = fmaf(e[i].w, e[i].x, plain);
-    }
-  rest = over_warp<total>(rest);
+    if (e[i].w > 0.0f) plain = fmaf(e[i].w, e[i].x, plain);
   plain = over_warp<total>(plain);
 #pragma unroll
   for (int i = 0; i < K; ++i)
+    if (e[i].w > 0.0f) rest = fmaf(e[i].w, (e[i].x - plain) + beside(e[i].x, e[i].y), rest);
+  rest = over_warp<total>(rest);
+#pragma unroll
+  for (int i = 0; i < K; ++i)
     if (e[i].w > 0.0f) {
-      const float away = ((e[i].x - m0) + beside(e[i].x, e[i].y)) - rest;
+      const float away = ((e[i].x - plain) + beside(e[i].x, e[i].y)) - rest;
       var = fmaf(e[i].w, fmaf(away, away, e[i].z), var);
     }
-  return make_float4(m0, rest, over_warp<total>(var), plain);
+  return make_float4(plain, rest, over_warp<total>(var), plain);
 }
 """
 _BODY = (

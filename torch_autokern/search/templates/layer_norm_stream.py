@@ -1,10 +1,10 @@
-"""LayerNorm of few very long rows on Hopper: the whole grid shares a row, and no block ever waits for a row's moments.
+"""LayerNorm of few very long rows on Hopper: the whole grid shares a row, and no block has to wait for a row's moments.
 
 A block owns the same part of every row and keeps its weight and bias on chip: the bias and most of the weight in shared memory,
 the rest of the weight in registers. Threads measure a row group by group while they write the row before, whose elements come
-from L2 again (a row and a half of 16.8 MB lies between the two readings). Moments of a row are sent out half a row's work before
-they are needed, so the trip through memory is hidden. There is no barrier of a block: the last of its warps merges what they
-found, and the first warp to ask fetches what all blocks found.
+from L2 again (a row and a half of 16.8 MB lies between the two readings). Moments of a row are sent out half a row's work
+before they are needed, so the trip through memory is hidden. There is no barrier of a block: the last of its warps merges what
+they found, and its first warp fetches what all blocks found.
 
 Moments are two-pass within a group and merged as in Chan, Golub, LeVeque 1983 (eq. 2.1), the mean in two parts: that of the
 first group, and the rest.
@@ -14,11 +14,11 @@ from __future__ import annotations
 
 from torch_autokern.build.candidate import Candidate
 from torch_autokern.runtime.plan import PLAN_VERSION, KernelArg, KernelStep, LaunchPlan, Workspace, WorkspaceArg
+from torch_autokern.search.templates.cuda_ring import WORDS
 from torch_autokern.search.templates.cuda_rows import AUTHOR, VECTOR_BYTES, Team, prelude
 from torch_autokern.search.templates.cuda_teams import PROCESSORS, RowKernel
 from torch_autokern.search.templates.layer_norm_cuda import SIGNATURE, row_kernel
 from torch_autokern.search.templates.layer_norm_ring import MERGED
-from torch_autokern.search.templates.cuda_ring import WORDS
 from torch_autokern.store.key import KernelKey, Target
 
 NAME = "layer_norm_stream"
@@ -67,9 +67,9 @@ struct moments {
 };
 // Moments whose mean is not finite say so without care: differences from an infinity are NaN.
 INLINE float4 settled(float4 v, float share) {
-  if (!(fabsf(v.x + v.y) < INF)) v.x = v.w, v.y = 0.0f;
-  v.w = share;
-  return v;
+  const float mean = v.x + v.y;
+  if (!(fabsf(mean) < INF)) return make_float4(v.w, 0.0f, v.z, share);
+  return make_float4(mean, (v.x - mean) + v.y, v.z, share);
 }
 INLINE words fetched(const T* p, uint64_t policy) {
   words r;
@@ -214,7 +214,7 @@ layer_norm("""
 
 
 def _steps(groups: int) -> list[tuple[bool, int]]:
-    """(whether it is written, group), in turn: a row's groups are measured half a row ahead of the row before's being written."""
+    """(whether it is written, group), in turn: a row is measured half a row ahead of the writing of the row before."""
     lead = (groups + 1) // 2
     order = [(False, group) for group in range(lead)]
     for group in range(groups):
@@ -260,8 +260,8 @@ def _code(groups: int, buffers: int) -> dict[str, str]:
 def of_stream(
     kernel: RowKernel, threads: int, group: int, buffers: int, keeps: bool, tensors: tuple[bool, bool]
 ) -> Candidate | None:
-    """`group` pieces of 16 bytes a thread and step, `buffers` steps under way; None where they do not fit. `keeps`: elements that
-    will be read again are marked so. `tensors`: whether there is a weight, and a bias."""
+    """`group` pieces of 16 bytes a thread and step, `buffers` steps under way; None where they do not fit. `keeps`: elements
+    that will be read again are marked so. `tensors`: whether there is a weight, and a bias."""
     share = -(-(kernel.shape.length // kernel.shape.elements) // PROCESSORS)
     groups = -(-share // (threads * group))
     vectors = groups * group
@@ -274,9 +274,8 @@ def of_stream(
     held = 4 * (buffers * group + (vectors - kept if has_weight else 0))
     if bias_bytes + weight_bytes > _SHARED_BYTES or held + _OTHER_REGISTERS > min(255, 65536 // threads):
         return None
-    values = {
-        "PARTS": PROCESSORS, "GROUP": group, "KEPT": kept, "READ": "evict_last" if keeps else "evict_normal", **_code(groups, buffers),
-    }  # fmt: skip
+    policy = "evict_last" if keeps else "evict_normal"
+    values = {"PARTS": PROCESSORS, "GROUP": group, "KEPT": kept, "READ": policy, **_code(groups, buffers)}
     body = _BODY
     for name, value in values.items():
         body = body.replace(f"@{name}@", str(value))
@@ -303,7 +302,7 @@ _STREAMS = (
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
-    """Candidates for very long aligned rows on sm_90a with parameters of the input's type or none, best guess first; else []."""
+    """Candidates for very long aligned rows on sm_90a, parameters of the input's type or none, best guess first; else []."""
     kernel = row_kernel(key)
     if kernel is None or target.device_type != "cuda" or target.arch != "sm_90a":
         return []

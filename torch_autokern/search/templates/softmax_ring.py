@@ -28,28 +28,36 @@ INLINE float quick_power(float d, float up) {
   return r;
 }
 constexpr float UP = 64.0f, DOWN = 1.0f / 18446744073709551616.0f;
-// What a warp holds of a row: its maximum, and the sum of its exponentials measured from that.
-INLINE float2 of_warp(words* v) {
+INLINE words most_of(const words* v) {
   words tops = v[0];
 #pragma unroll
   for (int i = 1; i < V; ++i)
 #pragma unroll
     for (int k = 0; k < 4; ++k) tops.w[k] = larger(tops.w[k], v[i].w[k], T());
+  return tops;
+}
+INLINE float most_of(const words& v) {
   float most = -INF;
 #pragma unroll
-  for (int k = 0; k < E; ++k) most = fmaxf(most, element(tops, k));
-  const float top = over_warp<maximum>(most);
-  const float base = top == -INF ? 0.0f : top;
+  for (int k = 0; k < E; ++k) most = fmaxf(most, element(v, k));
+  return most;
+}
+// The exponentials of a piece measured from `base`, added to `s`.
+INLINE void add_powers(words& v, float base, float (&s)[4]) {
+#pragma unroll
+  for (int k = 0; k < E; ++k) {
+    const float d = element(v, k) - base, w = EXACT ? expf(d) : quick_power(d, 0.0f);
+    if (KEEPS) v.w[k % 4] = __float_as_uint(w);
+    s[k % 4] += w;
+  }
+}
+// What a warp holds of a row: its maximum, and the sum of its exponentials measured from that.
+INLINE float2 of_warp(words* v) {
+  const float top = over_warp<maximum>(most_of(most_of(v))), base = top == -INF ? 0.0f : top;
   forget(v);
   float s[4] = {};
 #pragma unroll
-  for (int i = 0; i < V; ++i)
-#pragma unroll
-    for (int k = 0; k < E; ++k) {
-      const float d = element(v[i], k) - base, w = EXACT ? expf(d) : quick_power(d, 0.0f);
-      if (KEEPS) v[i].w[k % 4] = __float_as_uint(w);
-      s[k % 4] += w;
-    }
+  for (int i = 0; i < V; ++i) add_powers(v[i], base, s);
   forget(v);
   return make_float2(top, over_warp<total>((s[0] + s[1]) + (s[2] + s[3])));
 }
