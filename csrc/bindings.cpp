@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "call.h"
+#include "cublaslt_bindings.h"
 #include "function.h"
 #include "plan.h"
 #include "pool.h"
@@ -85,7 +86,8 @@ std::shared_ptr<ak::Kernel> make_kernel(
 }
 
 // ("kernel", entry, grid, block, cluster, shared_bytes, cooperative, programmatic, parameters, maps)
-// or ("memset", target, bytes, value); a parameter is ("pointer", pointer), ("bits", bits) or ("map", index).
+// or ("memset", target, bytes, value) or ("cublaslt", product, operands or None); a parameter is ("pointer", pointer),
+// ("bits", bits) or ("map", index).
 ak::CudaStep cuda_step_from(const py::tuple& row, ak::cuda::Module module) {
   using Triple = std::array<unsigned, 3>;
   ak::CudaStep step;
@@ -93,6 +95,17 @@ ak::CudaStep cuda_step_from(const py::tuple& row, ak::cuda::Module module) {
     step.memset_target = pointer_from(row[1]);
     step.memset_bytes = row[2].cast<size_t>();
     step.memset_value = row[3].cast<unsigned char>();
+    return step;
+  }
+  if (row[0].cast<std::string>() == "cublaslt") {
+    step.product = row[1].cast<std::shared_ptr<ak::cublaslt::Product>>();
+    const auto operands = row[2].cast<py::list>();
+    TORCH_CHECK_VALUE(operands.size() == step.operands.size(), "a product has ", step.operands.size(), " operands");
+    for (size_t i = 0; i < step.operands.size(); ++i) {
+      if (!operands[i].is_none()) {
+        step.operands.at(i) = pointer_from(operands[i]);
+      }
+    }
     return step;
   }
   const auto entry = row[1].cast<std::string>();
@@ -389,6 +402,7 @@ void bind_reports(py::module_& m) {
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.attr("built_for_torch") = AUTOKERN_TORCH_VERSION;
+  ak::bind_cublaslt(m); // before Kernel, whose steps hold its products
   bind_kernels(m);
   bind_router(m);
   bind_reports(m);

@@ -77,7 +77,12 @@ void Plan::check() const {
     for (const TensorMapSpec& map : step.maps) {
       check_pointer(map.base);
     }
-    if (!step.function) {
+    for (const auto& operand : step.operands) {
+      if (operand) {
+        check_pointer(*operand);
+      }
+    }
+    if (!step.function && !step.product) {
       check_pointer(step.memset_target);
     }
   }

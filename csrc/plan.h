@@ -12,12 +12,13 @@
 #include <utility>
 #include <vector>
 
+#include "cublaslt.h"
 #include "cuda_driver.h"
 #include "library.h"
 
 namespace autokern {
 
-// A launch that the driver refused, in the driver's words. Results so far are worthless, inputs are untouched.
+// A launch that the driver or cuBLASLt refused, in its words. Results so far are worthless, inputs are untouched.
 struct LaunchError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -76,7 +77,9 @@ struct CudaParameter {
 };
 
 struct CudaStep {
-  cuda::Function function = nullptr; // null: a memset
+  cuda::Function function = nullptr; // null: a product or a memset
+  std::shared_ptr<const cublaslt::Product> product;
+  std::array<std::optional<PointerArg>, 6> operands; // of the product: a, b, d, addend, bias, workspace
   std::array<unsigned, 3> grid{1, 1, 1}, block{1, 1, 1}, cluster{1, 1, 1};
   unsigned shared_bytes = 0;
   bool cooperative = false;

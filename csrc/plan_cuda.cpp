@@ -51,6 +51,18 @@ void Plan::run_cuda(void* const* inputs, void* const* output_addresses, const Me
     }
   }
   for (const CudaStep& step : cuda_steps) {
+    if (step.product) {
+      std::array<void*, 6> at{};
+      for (size_t i = 0; i < at.size(); ++i) {
+        const auto& operand = step.operands.at(i);
+        at.at(i) = operand ? address(*operand, inputs, output_addresses, memory) : nullptr;
+      }
+      const auto status = step.product->run({at[0], at[1], at[2], at[3], at[4], at[5]}, stream);
+      if (status != 0) {
+        throw LaunchError("cublasLtMatmul: " + cublaslt::status_text(status));
+      }
+      continue;
+    }
     if (!step.function) {
       const auto target =
           reinterpret_cast<cuda::DevicePointer>(address(step.memset_target, inputs, output_addresses, memory));

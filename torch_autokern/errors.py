@@ -19,6 +19,10 @@ class PlanError(AutokernError):
     """A launch plan breaks the closed vocabulary or a limit."""
 
 
+class OtherLibraryError(PlanError):
+    """A launch plan was made under another version of a library than this process has: it waits, and is no worse for that."""
+
+
 class StoreError(AutokernError):
     """A store folder cannot be written, and the caller asked for a durable write."""
 

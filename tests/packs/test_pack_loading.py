@@ -227,6 +227,18 @@ def test_a_kernel_that_kills_the_child_is_named_and_the_rest_serve(
     assert len(children) == 2, "what is known is not asked again"
 
 
+def test_a_kernel_of_another_library_waits_and_is_not_set_aside(
+    trusted: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(given: list[tuple[StoredRecord, int]]) -> tuple[list[SmokeLine], str]:
+        return [SmokeLine(number, f"{smoke.WAITS} chosen elsewhere") for number in range(len(given))], "ended with exit code 0"
+
+    monkeypatch.setattr(smoke, "_run_child", run)
+    install(trusted, good())
+    assert not session().loaded and set(session().held_back.values()) == {"waits: chosen elsewhere"}
+    assert not list((trusted / "v1").rglob("*quarantine*")), "it is as good as ever"
+
+
 def test_where_no_child_can_be_started_kernels_of_packs_are_not_used(
     trusted: Path, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:

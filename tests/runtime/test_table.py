@@ -12,7 +12,9 @@ import torch
 from tiny_kernels import B, D, Served, counts, marker_plan, record_data, record_for
 
 import torch_autokern as ak
+from torch_autokern.errors import OtherLibraryError
 from torch_autokern.ops import SPECS
+from torch_autokern.runtime import session as session_module
 from torch_autokern.runtime.extension import extension
 from torch_autokern.runtime.session import session
 from torch_autokern.runtime.table import (
@@ -282,6 +284,25 @@ def test_a_library_that_does_not_load_is_set_aside_and_stock_runs(served: Served
         assert stored.record_id in session().load_failures
         with ak.enabled():
             assert torch.equal(torch.softmax(x, 1), torch.softmax(x, 1))
+    finally:
+        store.clear(key.digest)
+        session().load_failures.clear()
+
+
+def test_a_record_of_another_library_waits_and_is_not_set_aside(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begin(*_: object) -> None:
+        raise OtherLibraryError("chosen under another version")
+
+    x = torch.randn(B, D)
+    key = SPECS["_softmax"].key([x], SOFTMAX)
+    store = session().store
+    store.publish(record_for(key), record_data(key))
+    monkeypatch.setattr(session_module, "begin_record", begin)
+    try:
+        assert ak.refresh() == 0
+        (stored,) = list(store.records(key.digest))
+        assert store.notes(key.digest, stored.record_id).quarantine is None
+        assert session().load_failures[stored.record_id] == "chosen under another version"
     finally:
         store.clear(key.digest)
         session().load_failures.clear()

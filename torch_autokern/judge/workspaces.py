@@ -14,6 +14,7 @@ import torch
 
 from torch_autokern.runtime.kernel import LoadedKernel, load_cpu_kernel, load_cuda_kernel
 from torch_autokern.runtime.plan import (
+    CublasLtStep,
     KernelArg,
     LaunchPlan,
     LibraryStep,
@@ -73,6 +74,16 @@ def exposed(plan: LaunchPlan, key: KernelKey) -> tuple[LaunchPlan, KernelKey]:
     def rewritten(step: Step) -> Step:
         if isinstance(step, LibraryStep):
             return step
+        if isinstance(step, CublasLtStep):
+            matrices = {
+                name: msgspec.structs.replace(matrix, base=moved(matrix.base))
+                for name, matrix in (("a", step.a), ("b", step.b), ("d", step.d), ("addend", step.addend))
+                if matrix is not None
+            }
+            pointers = {
+                name: moved(arg) for name, arg in (("bias", step.bias), ("workspace", step.workspace)) if arg is not None
+            }
+            return msgspec.structs.replace(step, **matrices, **pointers)
         if isinstance(step, MemsetStep):
             return msgspec.structs.replace(step, target=moved(step.target))
         return msgspec.structs.replace(step, args=tuple(moved(arg) for arg in step.args))

@@ -15,6 +15,7 @@ from torch_autokern.runtime.extension import extension
 from torch_autokern.runtime.plan import (
     CPU_STEPS,
     CpuStep,
+    CublasLtStep,
     FloatArg,
     InputArg,
     IntArg,
@@ -106,7 +107,9 @@ def load_cuda_kernel(cubin: bytes, plan: LaunchPlan, key: KernelKey, device: int
     Raises:
         BuildError: the cubin breaks a static rule, or contradicts the plan.
         PlanError: the plan is invalid, points at a tensor that the key does not have, or has CPU steps.
-        RuntimeError: the driver does not load the image, or an entry is missing; in the driver's words.
+        OtherLibraryError: a step's algorithm was chosen under another cuBLASLt.
+        RuntimeError: the driver does not load the image, an entry is missing, or cuBLASLt does not run an algorithm; in their
+            words.
     """
     validate(plan)
     from torch_autokern.runtime.cubin_rules import check_cubin  # 8 ms of import that CPU-only programs are spared
@@ -116,7 +119,8 @@ def load_cuda_kernel(cubin: bytes, plan: LaunchPlan, key: KernelKey, device: int
         raise BuildError("the kernel's cubin breaks a rule: " + "; ".join(broken))
     names = _workspace_names(plan)
     torch.cuda.synchronize(device)  # makes the device's primary context, which must exist before a module is loaded into it
-    steps = [_cuda_step(step, key, names) for step in plan.steps]
+    with torch.cuda.device(device):
+        steps = [_cuda_step(step, key, names, device) for step in plan.steps]
     native = extension()
     return LoadedKernel(key, native.Kernel.load_cuda(record_id, cubin, device, steps, *_memory(plan, key)))
 
@@ -164,9 +168,11 @@ def _tensor(arg: InputArg | OutputArg, key: KernelKey) -> TensorKey:
     return tensor
 
 
-def _cuda_step(step: Step, key: KernelKey, workspaces: dict[str, int]) -> tuple[object, ...]:
+def _cuda_step(step: Step, key: KernelKey, workspaces: dict[str, int], device: int) -> tuple[object, ...]:
     if isinstance(step, MemsetStep):
         return "memset", _pointer(step.target, key, workspaces), step.size_bytes, step.value
+    if isinstance(step, CublasLtStep):
+        return _cublaslt_step(step, key, workspaces, device)
     if isinstance(step, CPU_STEPS):
         raise PlanError("a GPU kernel's plan has cpu steps")
     parameters: list[tuple[str, object]] = []
@@ -186,6 +192,14 @@ def _cuda_step(step: Step, key: KernelKey, workspaces: dict[str, int]) -> tuple[
             parameters.append(("pointer", _pointer(arg, key, workspaces)))
     flags = step.shared_bytes, step.cooperative, step.programmatic
     return "kernel", step.entry, step.grid, step.block, step.cluster, *flags, parameters, maps
+
+
+def _cublaslt_step(step: CublasLtStep, key: KernelKey, workspaces: dict[str, int], device: int) -> tuple[object, ...]:
+    from torch_autokern.runtime import cublaslt  # few plans have such a step: the others are spared the import
+
+    cublaslt.check_step(step, key)
+    rows = [None if arg is None else _pointer(arg, key, workspaces) for arg in cublaslt.operands(step)]
+    return "cublaslt", cublaslt.native_product(step, key, device), rows
 
 
 def _pointer(arg: PointerArg, key: KernelKey, workspaces: dict[str, int]) -> tuple[int, int, int]:

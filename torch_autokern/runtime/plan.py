@@ -26,6 +26,7 @@ MAX_CLUSTER_BLOCKS = 16
 MAX_SHARED_BYTES = 232448  # 227 KiB, the most that a block of sm_90 may ask for
 MAX_WORKSPACE_BYTES = 4 << 30
 MAX_PLAN_BYTES = 1 << 20
+WORKSPACE_ALIGNMENT = 256  # what cublasLtMatmul asks of its workspace
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}")
 
 
@@ -141,7 +142,59 @@ class MemsetStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="m
     value: int = 0
 
 
-Step = CpuStep | LibraryStep | KernelStep | MemsetStep
+class CublasLtMatrix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A matrix as cuBLASLt is told of it, in elements: (row, column) of batch i lies ``i * batch_stride + column * leading +
+    row`` behind `base`. `transposed`: its transpose enters the product."""
+
+    base: PointerArg
+    rows: int
+    columns: int
+    leading: int
+    batch_stride: int = 0
+    transposed: bool = False
+
+
+class CublasLtAlgorithm(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An algorithm by the numbers that make it again under the same cuBLASLt, in the order of its AlgoConfigAttributes. A
+    `reduction` of 0 splits no K, of 2 adds up partial sums in fp32; those that round partial sums are not in the vocabulary.
+    """
+
+    id: int
+    tile: int
+    split_k: int
+    reduction: Literal[0, 2]
+    swizzling: int
+    custom: int
+    stages: int
+    inner_shape: int
+    cluster_shape: int
+
+
+class CublasLtStep(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="cublaslt", tag_field="kind"):
+    """``d = alpha * a @ b + beta * addend + bias`` on a GPU by one call of cuBLASLt with a chosen algorithm, all of one dtype.
+
+    `bias` has one element for each row of d (in column order: for each column of a row-major result). `version` is
+    cublasLtGetVersion() where the algorithm was chosen; under another the plan does not load. `workspace_bytes` are what the
+    algorithm is given, from the next multiple of `WORKSPACE_ALIGNMENT` on. `compute` "tf32" rounds float32 operands.
+    """
+
+    version: int
+    dtype: Literal["float32", "float16", "bfloat16"]
+    a: CublasLtMatrix
+    b: CublasLtMatrix
+    d: CublasLtMatrix
+    algorithm: CublasLtAlgorithm
+    batches: int = 1
+    addend: CublasLtMatrix | None = None
+    bias: PointerArg | None = None
+    alpha: float = 1.0
+    beta: float = 0.0
+    compute: Literal["float32", "tf32"] = "float32"
+    workspace: OutputArg | WorkspaceArg | None = None
+    workspace_bytes: int = 0
+
+
+Step = CpuStep | LibraryStep | KernelStep | MemsetStep | CublasLtStep
 CPU_STEPS = (CpuStep, LibraryStep)
 
 
@@ -218,6 +271,9 @@ def _check_step(step: Step, workspace_sizes: dict[str, int]) -> None:
     if isinstance(step, LibraryStep):
         _check_library(step)
         return
+    if isinstance(step, CublasLtStep):
+        _check_cublaslt(step, workspace_sizes)
+        return
     _check_name(step.entry)
     if len(step.args) > MAX_ARGS:
         raise PlanError(f"step {step.entry!r} has {len(step.args)} arguments; at most {MAX_ARGS}")
@@ -244,6 +300,55 @@ def _check_library(step: LibraryStep) -> None:
         _check_pointer(step.function, InputArg(index), {})
     if not (math.isfinite(step.alpha) and math.isfinite(step.beta)):
         raise PlanError(f"library step {step.function!r}: alpha {step.alpha} and beta {step.beta} must be finite")
+
+
+def cublaslt_spans(step: CublasLtStep) -> list[tuple[str, PointerArg, int]]:
+    """(name, pointer, bytes from there on) of all memory that a step reads or writes."""
+    item = 4 if step.dtype == "float32" else 2
+    named = {"a": step.a, "b": step.b, "d": step.d, "addend": step.addend}
+    spans = []
+    for name, matrix in named.items():
+        if matrix is not None:
+            last = (step.batches - 1) * matrix.batch_stride + (matrix.columns - 1) * matrix.leading + matrix.rows
+            spans.append((name, matrix.base, last * item))
+    if step.bias is not None:
+        spans.append(("bias", step.bias, step.d.rows * item))
+    if step.workspace is not None:
+        spans.append(("workspace", step.workspace, step.workspace_bytes + WORKSPACE_ALIGNMENT - 1))
+    return spans
+
+
+def _check_cublaslt(step: CublasLtStep, workspace_sizes: dict[str, int]) -> None:
+    def bad(words: str) -> PlanError:
+        return PlanError(f"cublaslt step: {words}")
+
+    numbers = msgspec.structs.astuple(step.algorithm)
+    widths = (31, *(32,) * 6, 16, 16)  # an int32_t, six uint32_t and two uint16_t
+    if any(not 0 <= number < 1 << bits for number, bits in zip(numbers, widths, strict=True)) or step.version < 0:
+        raise bad(f"algorithm {numbers} of version {step.version} does not fit cuBLASLt's attributes")
+    matrices = [matrix for matrix in (step.a, step.b, step.d, step.addend) if matrix is not None]
+    for m in matrices:
+        if not (1 <= m.rows <= m.leading < 1 << 40 and m.rows < 1 << 31 and 1 <= m.columns < 1 << 31):
+            raise bad(f"a matrix of {m.rows} rows and {m.columns} columns, {m.leading} elements apart")
+        if not 0 <= m.batch_stride < 1 << 48 or not 1 <= step.batches < 1 << 31:
+            raise bad(f"{step.batches} batches, {m.batch_stride} elements apart")
+    (rows, depth), (other, columns) = ((m.columns, m.rows) if m.transposed else (m.rows, m.columns) for m in (step.a, step.b))
+    results = [step.d] if step.addend is None else [step.d, step.addend]
+    if depth != other or any((m.rows, m.columns, m.transposed) != (rows, columns, False) for m in results):
+        raise bad(f"a product of {rows} x {depth} and {other} x {columns} is not {step.d.rows} x {step.d.columns}")
+    if isinstance(step.d.base, InputArg):
+        raise bad("it would write to an input")
+    if any(not abs(factor) < 2.0**127 for factor in (step.alpha, step.beta)) or (step.addend is None and step.beta):
+        raise bad(f"alpha {step.alpha} and beta {step.beta} must be finite in fp32, and beta 0 without an addend")
+    if step.compute == "tf32" and step.dtype != "float32":
+        raise bad(f"tf32 is a way of multiplying float32, not {step.dtype}")
+    if not 0 <= step.workspace_bytes <= MAX_WORKSPACE_BYTES or (step.workspace is None) != (step.workspace_bytes == 0):
+        raise bad(f"{step.workspace_bytes} bytes of workspace {step.workspace}")
+    for name, pointer, size in cublaslt_spans(step):
+        _check_pointer("cublaslt", pointer, workspace_sizes)
+        if isinstance(pointer, WorkspaceArg) and pointer.offset_bytes + size > workspace_sizes[pointer.name]:
+            room = workspace_sizes[pointer.name]
+            raise bad(f"{name} needs {size} bytes from {pointer.offset_bytes} in a workspace of {room}")
 
 
 def _check_launch(step: KernelStep) -> None:

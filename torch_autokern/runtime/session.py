@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from torch_autokern import config
-from torch_autokern.errors import AutokernError, InvalidInputError, PlanError
+from torch_autokern.errors import AutokernError, InvalidInputError, OtherLibraryError, PlanError
 from torch_autokern.ops import SPECS, spec_of
 from torch_autokern.ops.spec import op_index
 from torch_autokern.runtime.extension import extension, extension_state
@@ -268,6 +268,9 @@ class Session:
 
     def _set_aside(self, stored: StoredRecord, error: Exception) -> None:
         self.load_failures[stored.record_id] = str(error)
+        if isinstance(error, OtherLibraryError):  # under the library that it was made with it is as good as ever
+            _LOG.info("record %s waits: %s", stored.record_id[:12], error)
+            return
         self.store.quarantine(stored.record.key.digest, stored.record_id, f"does not load: {error}")
         _LOG.warning("record %s does not load and is set aside: %s", stored.record_id[:12], error)
 

@@ -7,10 +7,10 @@ import sys
 
 import torch
 
-from torch_autokern.errors import AutokernError
+from torch_autokern.errors import AutokernError, OtherLibraryError
 from torch_autokern.ops import SPECS
 from torch_autokern.ops.spec import OpSpec
-from torch_autokern.runtime.smoke import SmokeLine
+from torch_autokern.runtime.smoke import WAITS, SmokeLine
 from torch_autokern.store.key import KernelKey, TensorKey, canonical_json
 from torch_autokern.store.record import MAX_RECORD_BYTES, StoredRecord, Verdict, decode_record
 
@@ -32,6 +32,8 @@ def main() -> None:
         _answer(number, "start")
         try:
             words = _try(decode_record(body), int.from_bytes(head[8:], "little"))
+        except OtherLibraryError as error:
+            words = f"{WAITS} {str(error)[:300]}"
         except (AutokernError, KeyError, RuntimeError) as error:
             words = f"{type(error).__name__}: {str(error)[:300]}"
         _answer(number, words)

@@ -1,4 +1,4 @@
-"""A matrix product on the CPU as plain numbers: sizes, strides in elements, and which operand plays which part.
+"""A matrix product as plain numbers: sizes, strides in elements, and which operand plays which part.
 
 Vectors run along the output's columns. Where the output's rows are the ones with stride 1 (or there is one column), the product
 is read as its transpose, ``C' = B' A'``, so no operand is ever copied for its orientation.
@@ -7,6 +7,7 @@ is read as its transpose, ``C' = B' A'``, so no operand is ever copied for its o
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch_autokern.search.templates.layout import dense_tensors, distinct_elements
@@ -75,10 +76,15 @@ def _addend(tensor: TensorKey) -> Matrix:
 
 
 def product_of(key: KernelKey) -> Product | None:
+    """The product that a CPU's key asks for in one of `DTYPES`, or None (`product_in`)."""
+    return product_in(key, DTYPES) if key.device_type == "cpu" else None
+
+
+def product_in(key: KernelKey, dtypes: Sequence[str]) -> Product | None:
     """The product that a key asks for, or None: another op or dtype, an output that folds over itself or has no dimension of
     stride 1, scalars that are not finite in float32."""
     addends = _ADDENDS.get(key.op)
-    if addends is None or key.device_type != "cpu" or not dense_tensors(key, DTYPES):
+    if addends is None or not dense_tensors(key, dtypes):
         return None
     left, right, result = key.tensors[-2], key.tensors[-1], key.outputs[0]
     if left is None or right is None or result is None or not distinct_elements(result):
