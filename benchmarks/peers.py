@@ -7,6 +7,7 @@ first, and give its result in memory that the next call overwrites, which no oth
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any
@@ -70,15 +71,13 @@ def _liger(call: BoundCall) -> Work | str:
     x = tensors[0]
     assert x is not None
     if key.op == "_softmax" and key.scalars["dim"] == x.dim() - 1:
-        from liger_kernel.ops.softmax import LigerSoftmaxFunction
-
-        return lambda: LigerSoftmaxFunction.apply(x)
+        softmax = importlib.import_module("liger_kernel.ops.softmax").LigerSoftmaxFunction
+        return lambda: softmax.apply(x)
     shape = key.scalars.get("normalized_shape")
     if key.op == "native_layer_norm" and isinstance(shape, tuple):
-        from liger_kernel.ops.layer_norm import LigerLayerNormFunction
-
+        layer_norm = importlib.import_module("liger_kernel.ops.layer_norm").LigerLayerNormFunction
         flat, *parameters = (t.flatten(-len(shape)) for t in tensors if t is not None)
-        return lambda: LigerLayerNormFunction.apply(flat, *parameters, key.scalars["eps"])
+        return lambda: layer_norm.apply(flat, *parameters, key.scalars["eps"])
     return "has no such op"
 
 

@@ -264,8 +264,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=1.0, help="of timing a pair")
     parser.add_argument("--peers", default="", help=f"commas between: {', '.join(PEERS)}")
     parser.add_argument("--limit", type=float, default=540.0, help="seconds for the whole call")
-    parser.add_argument("--store", type=Path, default=None, help="keep kernels here (default: a temporary folder; your own store"
-                        " with --no-search)")  # fmt: skip
+    kept = "keep kernels here (default: a temporary folder; your own store with --no-search)"
+    parser.add_argument("--store", type=Path, default=None, help=kept)
     parser.add_argument("--json", type=Path, default=None, help="add the rows to this file")
     parser.add_argument("--trials", type=Path, default=None, help="a file for everything that was tried")
     parser.add_argument("--allow-weak-box", action="store_true", help="judge kernels although the box is weak here")
@@ -298,7 +298,7 @@ def main(arguments: Sequence[str]) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.environ["AUTOKERN_STORE"] = str(folder)
     # A compiler or a kernel that hangs cannot be interrupted from here: what is measured is on disk by then.
-    faulthandler.dump_traceback_later(options.limit + _ROW_S, exit=True)
+    faulthandler.dump_traceback_later(options.limit + _ROW_S, exit=True, file=2)
     try:
         suite.run(keys)
     finally:

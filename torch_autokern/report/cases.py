@@ -86,9 +86,7 @@ class Case:
         left, right, result = (_dense(self.dtype, (*front, *sizes), device_type) for sizes in ((m, k), (k, n), (m, n)))
         weight = msgspec.structs.replace(right, strides=(*(k * n for _ in front), 1, k))
         if self.op != "addmm":
-            return KernelKey(
-                self.op, device_type, (left, weight if self.transposed else right), {}, (result,), mkldnn=mkldnn
-            )
+            return KernelKey(self.op, device_type, (left, weight if self.transposed else right), {}, (result,), mkldnn=mkldnn)
         bias = _dense(self.dtype, (n,), device_type)
         scalars: dict[str, Scalar] = {"beta": 1.0, "alpha": 1.0}
         return KernelKey("addmm", device_type, (bias, left, weight), scalars, (result,), mkldnn=mkldnn)
