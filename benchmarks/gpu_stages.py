@@ -56,7 +56,8 @@ def probe(options: argparse.Namespace) -> None:
 
 def throughput(options: argparse.Namespace) -> None:
     """Build and screen `COUNT` candidates of the first key, and say how long that took."""
-    keys = keys_of([options.set.split(",")[0]], "cuda", [word.strip() for word in options.only.split(";")])
+    words = [word.strip() for word in options.only.split(";") if word.strip()]
+    keys = keys_of([options.set.split(",")[0]], "cuda", words or [""])
     if not keys:
         raise SystemExit(f"no case of {options.set} contains {options.only!r}")
     key = keys[0]

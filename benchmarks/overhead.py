@@ -224,7 +224,7 @@ def measure(rounds: int, seconds: float, limit_s: float, allow_weak_box: bool) -
     seconds = min(seconds, max(1.0, (ends - time.monotonic()) / 5))
     rows.extend(measure_model("6 blocks, 32 x 38 x 384", 6, 384, 32, 38, seconds))
     rows.extend(measure_model("6 blocks, 1 x 8 x 64 (host-bound)", 6, 64, 1, 8, seconds))
-    settings = {"threads": "1", "core": str(cores[0]), "calls_per_sample": str(CALLS), "samples": str(rounds)}
+    settings = {"threads": "1", "core": str(cores[0]), "calls_per_sample": str(CALLS), "samples": f"at most {rounds}"}
     return Measurement(describe_device(), versions(), utc_date(), tuple(rows), settings=settings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -218,6 +219,17 @@ def test_a_key_is_searched_measured_and_kept(tmp_path: Path, monkeypatch: pytest
     assert only.note is not None and " tried, judged " in only.note
     (log,) = msgspec.json.decode(trials.read_bytes(), type=list[suite.KeyLog])
     assert log.case == only.case and log.trials
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_a_row_has_a_limit_clocks_and_a_peer(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    words = ["--set", "gpu_table", "--only", "softmax (16, 16384)", "--device", "cuda", "--peers", "compile"]
+    assert run(*words, "--json", str(path)) == 0
+    found = load_measurement(path)
+    (only,) = found.rows
+    assert only.limit_ms and only.pages == "device" and only.best_peer == "compile", only.note
+    assert "sm_clock_mhz" in found.settings or shutil.which("nvidia-smi") is None
 
 
 def test_a_session_runs_its_stages_in_their_time_and_keeps_one_log(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
