@@ -1,8 +1,9 @@
 """Other ways to the same result, on the same inputs in the same process: torch.compile and Liger, where it is installed.
 
 A peer counts where its result is about as near to float64 as stock's. Its time is paired, interleaved, with the call as a user
-of ours meets it. "max-autotune" is compiled without CUDA graphs: a graph would copy every argument into memory of its own
-first, and give its result in memory that the next call overwrites, which no other side does.
+of ours meets it; what a peer's Python costs a call counts, as ours does. "max-autotune" is compiled without CUDA graphs: a
+graph would copy every argument into memory of its own first, and give its result in memory that the next call overwrites,
+which no other side does.
 """
 
 from __future__ import annotations
