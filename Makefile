@@ -15,6 +15,8 @@ TORCH ?= torch==2.13.0
 VENV ?= .venv
 MINUTES ?= 600
 BUDGET ?= 60
+SUITE ?=
+COMPARED := --peers compile,max-autotune,liger --limit 36000
 NAME ?= cpu-$(shell uname -m)
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
@@ -25,7 +27,7 @@ PYTEST := $(BIN)/python -m pytest
 PYTHON_SOURCES := torch_autokern benchmarks tests setup.py
 CPP_SOURCES := $(wildcard csrc/*.cpp csrc/*.h)
 
-.PHONY: help setup demo test lint test-fast test-long judge-the-judge torture coverage-store bench packs format clean
+.PHONY: help setup demo test lint test-fast test-long judge-the-judge torture coverage-store bench bench-gpu packs format clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /make \1\t/p' $(MAKEFILE_LIST) | expand -t 18
@@ -88,6 +90,11 @@ bench: $(STAMPS)/demo ## measurements, written as JSON to benchmarks/results/
 	$(BIN)/python -m benchmarks.overhead --json benchmarks/results/overhead.json
 	$(BIN)/autokern demo --json benchmarks/results/demo.json
 	$(BIN)/python -m benchmarks.readme_table
+
+bench-gpu: $(STAMPS)/package ## on a GPU: sets of calls against stock, torch.compile and Liger (SUITE="--allow-weak-box")
+	$(BIN)/python -m benchmarks.suite --set headline --json benchmarks/results/headline.json $(COMPARED) $(SUITE)
+	$(BIN)/python -m benchmarks.suite --set gpu_table,products,backward_gpu,awkward --json benchmarks/results/suite.json \
+		$(COMPARED) $(SUITE)
 
 packs: $(STAMPS)/package ## a prebuilt pack of this machine's kernels (NAME=..., BUDGET=minutes); goes on where it was stopped
 	$(BIN)/python -m benchmarks.prebuilt_packs --name $(NAME) --budget $(BUDGET)

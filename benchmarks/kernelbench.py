@@ -1,28 +1,35 @@
 """A folder of KernelBench problems: ``python -m benchmarks.kernelbench DIR [--solutions DIR] [--part 1/4] [--json]``.
 
 Every problem runs in a process of its own. Without `--solutions` ours is the model, decorated and optimised, served from the
-store; with it, `ModelNew` of the file of the same name. The baseline is the best of eager and `torch.compile` (default and
-max-autotune). Correct is said three times: by the suite's rule at 1e-2, at 1e-4, and by our judge, whose inputs are not the
-suite's uniform ones. `fast_p` is the share of problems that are correct and more than p times faster; geometric means are over
-the correct ones. Problem files and solutions are executed, outside of a box: run what you would run anyway.
+store, into which kernels for the problem's ops are searched first within `--budget` seconds; with it, `ModelNew` of the file of
+the same name. The baseline is the best of eager and `torch.compile` (default and max-autotune). Correct is said three times: by
+the suite's rule at 1e-2, at 1e-4, and by our judge, whose inputs are not the suite's uniform ones. `fast_p` is the share of
+problems that are correct and more than p times faster; geometric means are over the correct ones. `--limit` bounds the call and
+`--out` is written after every problem. Problem files and solutions are executed, outside of a box: run what you would run
+anyway.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
 
 from benchmarks.kernelbench_worker import Row
+from benchmarks.parts import part_of
 from torch_autokern.report.device import describe_device, utc_date, versions
+from torch_autokern.report.measurement import write_json
 
 RULES = ("suite 1e-2", "suite 1e-4", "judge")
 SPEEDS = (0.0, 1.0, 1.5, 2.0)
+_LEAST_S = 30.0  # beside its search, for a problem to begin
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -66,9 +73,6 @@ def chosen(folder: Path, part: str) -> list[Path]:
     Raises:
         ValueError: `part` is none, or there are no problems.
     """
-    number, _, count = part.partition("/")
-    if not (number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
-        raise ValueError(f"--part {part}: expected i/n with 1 <= i <= n, such as 1/4")
     files = sorted(
         folder.glob("*.py"), key=lambda path: (int(path.stem.split("_")[0]) if path.stem[:1].isdigit() else 0, path.stem)
     )
@@ -76,12 +80,14 @@ def chosen(folder: Path, part: str) -> list[Path]:
         raise ValueError(
             f"{folder} has no problem files (*.py); write some: python -m benchmarks.kernelbench_problems {folder}"
         )
-    return files[int(number) - 1 :: int(count)]
+    return part_of(files, part)
 
 
-def run_problem(path: Path, solution: Path | None, device: str, modes: str, limit_s: float) -> Row:
+def run_problem(path: Path, solution: Path | None, options: argparse.Namespace, limit_s: float) -> Row:
     """One problem's row; a process that dies or hangs is a row with its error."""
-    command = [sys.executable, "-m", "benchmarks.kernelbench_worker", str(path), "--device", device, "--modes", modes]
+    command = [sys.executable, "-m", "benchmarks.kernelbench_worker", str(path), "--device", options.device]
+    command += ["--modes", options.modes, "--budget", str(options.budget)]
+    command += ["--allow-weak-box"] if options.allow_weak_box else []
     command += [] if solution is None else ["--solution", str(solution)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL)
@@ -125,24 +131,43 @@ def main() -> int:
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--modes", default="default,max-autotune", help="modes of torch.compile to time, comma-separated")
     parser.add_argument("--limit-s", type=float, default=600.0, help="longest time of one problem")
+    parser.add_argument("--limit", type=float, default=math.inf, help="seconds for the whole call; later problems are left out")
+    parser.add_argument("--budget", type=float, default=0.0, help="seconds of search a problem; 0: what the store holds")
+    parser.add_argument("--store", type=Path, default=None, help="keep kernels here (default: your own store)")
+    parser.add_argument("--allow-weak-box", action="store_true", help="judge kernels although the box is weak here")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--out", type=Path, default=None, help="write the report to this file after every problem")
     options = parser.parse_args()
+    ends = time.monotonic() + options.limit
     try:
         files = chosen(options.folder, options.part)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
-    rows = []
+    if options.store is not None:
+        options.store.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.environ["AUTOKERN_STORE"] = str(options.store.absolute())
+    rows: list[Row] = []
     for path in files:
+        left = ends - time.monotonic()
+        if left < options.budget + _LEAST_S:
+            print(f"{path.stem} and later ones are left out: the call's time is up", file=sys.stderr, flush=True)
+            break
         solution = options.solutions / path.name if options.solutions is not None else None
-        rows.append(run_problem(path, solution, options.device, options.modes, options.limit_s))
+        rows.append(run_problem(path, solution, options, min(options.limit_s, left)))
+        if options.out is not None:
+            write_json(options.out, reported(rows, options.device))
         if not options.json:
             print(path.stem, rows[-1].error or f"{rows[-1].ratio:.2f} {rows[-1].judge}", file=sys.stderr, flush=True)
-    report = Report(
-        utc_date(), describe_device(options.device), versions(), tuple(rows), tuple(summarise(rows, rule) for rule in RULES)
-    )
+    report = reported(rows, options.device)
     print(msgspec.json.format(msgspec.json.encode(report), indent=1).decode() if options.json else table(report))
     return 0
+
+
+def reported(rows: Sequence[Row], device: str) -> Report:
+    """What is known so far."""
+    summaries = tuple(summarise(rows, rule) for rule in RULES)
+    return Report(utc_date(), describe_device(device), versions(), tuple(rows), summaries)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ from torch_autokern.runtime.extension import extension
 from torch_autokern.store.key import KernelKey
 
 CALLS = 100
+_LEAST_ROUNDS = 20
 WAYS = ("stock", "out_of_scope", "miss", "hit")
 MISS_LIMIT_US = 0.3
 HIT_LIMIT_US = 0.0
@@ -45,12 +46,12 @@ MODEL_LIMIT = 0.99
 class Switchboard:
     """Puts the process into one of the four ways."""
 
-    def __init__(self, key: KernelKey) -> None:
+    def __init__(self, key: KernelKey, allow_weak_box: bool) -> None:
         self._native = extension()
         self._scope = self._native.Scope()
         self._scope.set(1, False)
         self._token: Any = None
-        kernel = loaded_kernel(key).native
+        kernel = loaded_kernel(key, allow_weak_box=allow_weak_box).native
         words = spec_of(key).encode(key, torch.get_num_threads())
         slots = [(regime, accuracy, exact, kernel) for regime in range(2) for accuracy in range(3) for exact in range(2)]
         self._row = (words, slots)
@@ -78,17 +79,19 @@ class Switchboard:
         self._native.set_table([])
 
 
-def measure_op(key: KernelKey, rounds: int) -> list[Row]:
-    """Rows of one op: each way against stock."""
+def measure_op(key: KernelKey, rounds: int, until: float, allow_weak_box: bool) -> list[Row]:
+    """Rows of one op: each way against stock; fewer rounds where the clock says `until` (`time.monotonic`)."""
     bound = BoundCall(key)
-    board = Switchboard(key)
+    board = Switchboard(key, allow_weak_box)
     stock = bound.results()
     errors = bound.errors(stock, _results_of_hit(bound, board))
     call = as_programs_write_it(key, bound.inputs.tensors)
     times: dict[str, list[float]] = {way: [] for way in WAYS}
     order = list(WAYS)
     shuffle = random.Random(0).shuffle
-    for _ in range(rounds):
+    for done in range(rounds):
+        if done >= _LEAST_ROUNDS and time.monotonic() > until:
+            break
         shuffle(order)
         for way in order:
             board.enter(way)
@@ -209,15 +212,19 @@ def _every_family() -> Iterator[None]:
         native.uninstall()
 
 
-def measure(rounds: int, seconds: float) -> Measurement:
-    """All rows, pinned to one core and one thread."""
+def measure(rounds: int, seconds: float, limit_s: float, allow_weak_box: bool) -> Measurement:
+    """All rows, pinned to one core and one thread; half of `limit_s` for the ops, the rest for two models in two scopes."""
+    ends = time.monotonic() + limit_s
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[0]})
     torch.set_num_threads(1)
-    rows = [row for key in HAND_WRITTEN for row in measure_op(key, rounds)]
+    shares = [ends - limit_s * (1 - (number + 1) / (2 * len(HAND_WRITTEN))) for number in range(len(HAND_WRITTEN))]
+    pairs = zip(HAND_WRITTEN, shares, strict=True)
+    rows = [row for key, until in pairs for row in measure_op(key, rounds, until, allow_weak_box)]
+    seconds = min(seconds, max(1.0, (ends - time.monotonic()) / 5))
     rows.extend(measure_model("6 blocks, 32 x 38 x 384", 6, 384, 32, 38, seconds))
     rows.extend(measure_model("6 blocks, 1 x 8 x 64 (host-bound)", 6, 64, 1, 8, seconds))
-    settings = {"threads": "1", "core": str(cores[0]), "calls_per_sample": str(CALLS), "samples": str(rounds)}
+    settings = {"threads": "1", "core": str(cores[0]), "calls_per_sample": str(CALLS), "samples": f"at most {rounds}"}
     return Measurement(describe_device(), versions(), utc_date(), tuple(rows), settings=settings)
 
 
@@ -249,10 +256,12 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--rounds", type=int, default=600)
     parser.add_argument("--seconds", type=float, default=20.0, help="for each model")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for the whole call: fewer rounds where it is short")
+    parser.add_argument("--allow-weak-box", action="store_true", help="compile the kernels although the box is weak here")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="autokern-overhead-") as folder:
         os.environ["AUTOKERN_STORE"] = folder
-        result = measure(options.rounds, options.seconds)
+        result = measure(options.rounds, options.seconds, options.limit, options.allow_weak_box)
     _print(result)
     if options.json:
         result.save(options.json)

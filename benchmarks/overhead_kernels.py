@@ -94,11 +94,12 @@ def as_programs_write_it(key: KernelKey, tensors: Sequence[Any]) -> Callable[[],
     return functools.partial(torch.mm, tensors[0], tensors[1])
 
 
-def loaded_kernel(key: KernelKey) -> LoadedKernel:
+def loaded_kernel(key: KernelKey, *, allow_weak_box: bool = False) -> LoadedKernel:
     """Build and load the plain kernel of one of the keys above.
 
     Raises:
         ToolchainError: no compiler.
+        BoxError: compilers cannot be boxed well here, and `allow_weak_box` is not given.
     """
     entry, source = _SOURCES[key.op]
     inputs = tuple(InputArg(index) for index in range(len(key.tensors)))
@@ -106,5 +107,5 @@ def loaded_kernel(key: KernelKey) -> LoadedKernel:
     args: tuple[PointerArg, ...] = (*inputs, *outputs)
     plan = LaunchPlan(PLAN_VERSION, (CpuStep(entry, SIDE, SIDE, args),))
     candidate = Candidate("cpp", source, plan, idea="the definition, written out", author="benchmarks/overhead_kernels.py")
-    artifact = compile_cpp(candidate, local_target("cpu"))
+    artifact = compile_cpp(candidate, local_target("cpu"), allow_weak_box=allow_weak_box)
     return load_cpu_kernel(artifact.binary, artifact.identity, plan, key)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.shapes import SETS
+from benchmarks.shapes import SETS, keys_of
 from torch_autokern.report.cases import case_name
 from torch_autokern.report.device import describe_device, utc_date
 from torch_autokern.runtime.pack_facts import read_binaries
@@ -50,12 +50,6 @@ uses them with no search where they are *armed*: on the device, with the thread 
 proof. Elsewhere they are right and wait: `autokern pack verify NAME --replay` proves them again on your machine in about a
 minute each, and the receipt arms them. How they are trusted, and how to switch them off: [packs](packs.md).
 """
-
-
-def keys_of(sets: Sequence[str], device: DeviceType, only: str = "") -> list[KernelKey]:
-    """The keys of named sets, each once, in order; those whose name contains `only`."""
-    keys = {key.digest: key for name in sets for case in SETS[name] for key in [case.key(device)]}
-    return [key for key in keys.values() if only in case_name(key)]
 
 
 def search(keys: Sequence[KernelKey], threads: int, store: Path, minutes: float) -> None:
@@ -190,7 +184,7 @@ def main(arguments: list[str]) -> None:
     unknown = sorted(set(sets) - SETS.keys())
     if unknown:
         parser.error(f"unknown sets: {', '.join(unknown)}")
-    keys = keys_of(sets, options.device, options.only)
+    keys = keys_of(sets, options.device, [options.only])
     if not keys:
         parser.error(f"no key of {', '.join(sets)} is called {options.only!r}")
     store = (options.store or ROOT / "build" / "prebuilt" / options.name).absolute()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from torch_autokern.report.cases import HEADLINE, PUBLISHED, Case, CaseOp
+from collections.abc import Sequence
+
+from torch_autokern.report.cases import HEADLINE, PUBLISHED, Case, CaseOp, case_name
+from torch_autokern.store.key import DeviceType, KernelKey
 
 # Shapes of MiniLM-L6 on 32 sentences of 38 tokens: short rows, where stock's per-row cost shows.
 MINILM = (
@@ -92,6 +95,55 @@ GPU_TABLE = (
     Case("layer_norm", (32, 4096), dtype="bfloat16", source="decoding: launch bound"),
 )
 
+# Row lengths and addresses that wide loads do not like, and lengths that one block or one cluster cannot hold.
+_LENGTHS = ((262144, 1), (262144, 3), (16384, 127), (16384, 1023), (512, 50257), (64, 400000))
+AWKWARD = (
+    *(
+        Case(op, sizes, dtype=dtype, source="16-bit rows of awkward length")
+        for dtype in ("bfloat16", "float16")
+        for op in ("softmax", "layer_norm")
+        for sizes in _LENGTHS
+    ),
+    Case("log_softmax", (8192, 50257), dtype="bfloat16", source="GPT-2's loss: rows at odd addresses"),
+    Case("softmax", (8191, 1025), source="one more than a vector's multiple"),
+    Case("layer_norm", (8191, 1025), source="one more than a vector's multiple"),
+    Case("softmax", (8192, 4096), dtype="bfloat16", alignment_bytes=2, source="a slice that starts at an odd element"),
+    Case("softmax", (8192, 4096), alignment_bytes=4, source="a slice that starts at an odd element"),
+    Case("layer_norm", (8192, 4096), dtype="float16", alignment_bytes=8, source="a slice that starts at every fourth element"),
+    Case("layer_norm", (8192, 4096), alignment_bytes=4, source="a slice that starts at an odd element"),
+)
+
+# Gradients at a transformer's sizes.
+BACKWARD_GPU = (
+    Case("softmax_backward", (8, 12, 1024, 1024), dtype="bfloat16", source="GPT-2: attention of 8 x 1024 tokens"),
+    Case("softmax_backward", (32, 12, 128, 128), source="BERT: attention of 32 x 128 tokens"),
+    Case("softmax_backward", (4096, 4096), source="attention scores"),
+    Case("log_softmax_backward", (8192, 50257), dtype="bfloat16", source="GPT-2's loss"),
+    Case("layer_norm_backward", (8192, 768), dtype="bfloat16", source="GPT-2's hidden states"),
+    Case("layer_norm_backward", (4096, 768), source="BERT's hidden states"),
+    Case("layer_norm_backward", (8192, 4096), dtype="bfloat16", source="a large transformer's hidden states"),
+    Case("layer_norm_backward", (8192, 4096), source="a large transformer's hidden states"),
+)
+
+# Products of every kind: squares, decoding, long and short sums, batches, a transformer's linear layers.
+PRODUCTS = (
+    Case("mm", (4096, 4096, 4096), source="the published matmul headline; float32 without tf32"),
+    Case("mm", (4096, 4096, 4096), dtype="bfloat16", source="the same in bfloat16"),
+    *(
+        Case("mm", sizes, dtype="bfloat16", transposed=True, source="decoding: few tokens against a whole weight")
+        for sizes in ((1, 4096, 4096), (8, 4096, 14336), (16, 14336, 4096), (64, 4096, 4096))
+    ),
+    Case("mm", (2048, 131072, 2048), source="a long sum"),
+    Case("mm", (256, 262144, 256), source="KernelBench level 1, problem 6, half its sum"),
+    Case("mm", (32768, 64, 32768), dtype="bfloat16", source="KernelBench level 1, problem 7, in bfloat16"),
+    Case("mm", (32768, 32, 32768), source="KernelBench level 1, problem 9"),
+    Case("bmm", (128, 128, 512, 1024), source="a batch of products"),
+    Case("bmm", (256, 512, 64, 512), dtype="bfloat16", source="eager attention scores"),
+    Case("addmm", (4096, 768, 768), source="BERT: projections of the attention"),
+    Case("addmm", (4096, 768, 3072), source="BERT: into the feed-forward"),
+    Case("addmm", (4096, 3072, 768), source="BERT: out of the feed-forward"),
+)
+
 SETS: dict[str, tuple[Case, ...]] = {
     "published": PUBLISHED,
     "minilm": MINILM,
@@ -102,4 +154,13 @@ SETS: dict[str, tuple[Case, ...]] = {
     "half": HALF,
     "headline": HEADLINE,
     "gpu_table": GPU_TABLE,
+    "awkward": AWKWARD,
+    "backward_gpu": BACKWARD_GPU,
+    "products": PRODUCTS,
 }
+
+
+def keys_of(sets: Sequence[str], device: DeviceType, only: Sequence[str] = ("",)) -> list[KernelKey]:
+    """The keys of named sets, each once, in order; those whose name contains one of `only`."""
+    keys = {key.digest: key for name in sets for case in SETS[name] for key in [case.key(device)]}
+    return [key for key in keys.values() if any(word in case_name(key) for word in only)]

@@ -12,6 +12,7 @@ import torch
 from torch_autokern.store.key import DeviceType, KernelKey, Scalar, TensorKey
 
 EPS = 1e-5  # nn.LayerNorm's default
+_GPU_ALIGNMENT = 16  # bytes: keys tell apart no more, and torch's allocator gives 512
 _ATEN = {
     "softmax": "_softmax", "log_softmax": "_log_softmax", "layer_norm": "native_layer_norm",
     "softmax_backward": "_softmax_backward_data", "log_softmax_backward": "_log_softmax_backward_data",
@@ -29,8 +30,9 @@ CaseOp = Literal[
 class Case:
     """One op on one dense shape. `dim` is the reduced dimension; for LayerNorm the first of the normalised ones, counted from
     the end (-3: the last three). A product's sizes are (M, K, N), of "bmm" (B, M, K, N); "addmm" is nn.Linear's call: a bias of
-    N, and weights whose rows are B's columns. `source` says where the shape comes from, `parameter_dtype` is that of
-    LayerNorm's weight and bias where it is another one (float32 beside 16-bit inputs)."""
+    N, and weights whose rows are B's columns; `transposed` gives "mm" and "bmm" such a B. `source` says where the shape comes
+    from, `parameter_dtype` is that of LayerNorm's weight and bias where it is another one (float32 beside 16-bit inputs).
+    `alignment_bytes` is what the first tensor's address promises on a GPU (0: what the allocator promises)."""
 
     op: CaseOp
     sizes: tuple[int, ...]
@@ -38,11 +40,21 @@ class Case:
     dtype: str = "float32"
     source: str = ""
     parameter_dtype: str = ""
+    transposed: bool = False
+    alignment_bytes: int = 0
 
     def key(self, device_type: DeviceType = "cpu") -> KernelKey:
         """The key of the call: contiguous tensors as their allocator aligns them, an affine LayerNorm, no `out`; a backward
         with all gradients."""
+        key = self._aligned_key(device_type)
+        if not self.alignment_bytes or device_type == "cpu":
+            return key
+        first, *others = key.tensors
+        assert first is not None
+        first = msgspec.structs.replace(first, alignment_bytes=self.alignment_bytes)
+        return msgspec.structs.replace(key, tensors=(first, *others))
 
+    def _aligned_key(self, device_type: DeviceType) -> KernelKey:
         def dense(sizes: tuple[int, ...], dtype: str = self.dtype) -> TensorKey:
             return _dense(dtype, sizes, device_type)
 
@@ -72,9 +84,9 @@ class Case:
     def _product(self, device_type: DeviceType, mkldnn: bool) -> KernelKey:
         *front, m, k, n = self.sizes
         left, right, result = (_dense(self.dtype, (*front, *sizes), device_type) for sizes in ((m, k), (k, n), (m, n)))
+        weight = msgspec.structs.replace(right, strides=(*(k * n for _ in front), 1, k))
         if self.op != "addmm":
-            return KernelKey(self.op, device_type, (left, right), {}, (result,), mkldnn=mkldnn)
-        weight = msgspec.structs.replace(right, strides=(1, k))
+            return KernelKey(self.op, device_type, (left, weight if self.transposed else right), {}, (result,), mkldnn=mkldnn)
         bias = _dense(self.dtype, (n,), device_type)
         scalars: dict[str, Scalar] = {"beta": 1.0, "alpha": 1.0}
         return KernelKey("addmm", device_type, (bias, left, weight), scalars, (result,), mkldnn=mkldnn)
@@ -101,6 +113,8 @@ def case_name(key: KernelKey) -> str:
     present = [tensor for tensor in key.tensors if tensor is not None]
     first = present[0]
     dtype = "" if first.dtype == "float32" else f" {first.dtype}"
+    if key.device_type == "cuda" and first.alignment_bytes < _GPU_ALIGNMENT:
+        dtype += f" at {first.alignment_bytes} bytes"
     if "softmax" in key.op:
         dim = "" if key.scalars["dim"] == len(first.sizes) - 1 else f" dim {key.scalars['dim']}"
         return f"{key.op[1:].removesuffix('_data').replace('_backward', ' backward')} {first.sizes}{dim}{dtype}"
@@ -113,11 +127,19 @@ def case_name(key: KernelKey) -> str:
         backward = " backward" if key.op.endswith("backward") else ""
         return f"LayerNorm{backward} {first.sizes}{over}{dtype}{mixed}"
     if key.op in ("mm", "bmm", "addmm", "baddbmm"):
-        return f"{key.op} {present[-2].sizes} x {present[-1].sizes}{dtype}"
+        # A weight's B is transposed as a rule; a plain product's is worth a word.
+        transposed = " transposed" if key.op in ("mm", "bmm") and _transposed(present[-1]) else ""
+        return f"{key.op} {present[-2].sizes} x {present[-1].sizes}{transposed}{dtype}"
     return f"{key.op} {first.sizes}{dtype}"
+
+
+def _transposed(right: TensorKey) -> bool:
+    """Whether the last two dimensions lie the other way round; those of size 1 lie either way."""
+    *_, k, n = right.sizes
+    return k > 1 and n > 1 and right.strides[-2:] == (1, k)
 
 
 def _dense(dtype: str, sizes: tuple[int, ...], device_type: DeviceType) -> TensorKey:
     strides = tuple(math.prod(sizes[place + 1 :]) for place in range(len(sizes)))
-    alignment = 16 if device_type == "cuda" else getattr(torch, dtype).itemsize
+    alignment = _GPU_ALIGNMENT if device_type == "cuda" else getattr(torch, dtype).itemsize
     return TensorKey(dtype, sizes, strides, alignment)

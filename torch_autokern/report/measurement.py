@@ -18,8 +18,8 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     `stock_error` are largest elementwise errors against float64, in units of the op's natural scale. `served` is True, or the
     reason of the miss; a missed case is stock on both sides. `pages`: "default" (the allocator as the user has it) or
     "resident" (it keeps its pages), the same on both sides. `limit_ms` is what the memory system or the arithmetic needs at
-    least; `best_peer` the fastest other library. `added_us` is own time less stock's, with its spread (10th and 90th
-    percentile), where host time is the question.
+    least; `best_peer` the fastest other library, `peers_ms` all that were timed. `added_us` is own time less stock's, with its
+    spread (10th and 90th percentile), where host time is the question.
     """
 
     case: str
@@ -36,6 +36,7 @@ class Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults
     limit_ms: float | None = None
     best_peer: str | None = None
     best_peer_ms: float | None = None
+    peers_ms: dict[str, float] = {}
     added_us: float | None = None
     added_us_low: float | None = None
     added_us_high: float | None = None
