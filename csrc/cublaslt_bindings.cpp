@@ -11,7 +11,7 @@ namespace {
 // (rows, columns, leading, batch_stride, transposed, alignment_bytes)
 lt::Matrix matrix_from(const py::handle& value) {
   const auto row = value.cast<std::tuple<uint64_t, uint64_t, int64_t, int64_t, bool, uint32_t>>();
-  return std::make_from_tuple<lt::Matrix>(row);
+  return std::apply([](auto... words) { return lt::Matrix{words...}; }, row);
 }
 
 // (dtype, compute, batches, a, b, d, addend or None, bias_alignment_bytes, alpha, beta)
