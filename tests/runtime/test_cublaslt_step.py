@@ -143,6 +143,7 @@ def matrix(**changes: Any) -> CublasLtMatrix:
         ({"algorithm": msgspec.structs.replace(ALGORITHM, id=1 << 31)}, "does not fit"),
         ({"algorithm": msgspec.structs.replace(ALGORITHM, cluster_shape=1 << 16)}, "does not fit"),
         ({"algorithm": msgspec.structs.replace(ALGORITHM, tile=-1)}, "does not fit"),
+        ({"algorithm": msgspec.structs.replace(ALGORITHM, split_k=1 << 30)}, "parts; at most 1024"),
     ],
 )
 def test_a_step_that_cannot_be(changes: dict[str, Any], words: str) -> None:

@@ -24,6 +24,7 @@ MAX_TENSOR_MAP_RANK = 5
 MAX_BLOCK_THREADS = 1024
 MAX_CLUSTER_BLOCKS = 16
 MAX_SHARED_BYTES = 232448  # 227 KiB, the most that a block of sm_90 may ask for
+MAX_SPLIT_K = 1024
 MAX_WORKSPACE_BYTES = 4 << 30
 MAX_PLAN_BYTES = 1 << 20
 WORKSPACE_ALIGNMENT = 256  # what cublasLtMatmul asks of its workspace
@@ -334,6 +335,8 @@ def _check_cublaslt(step: CublasLtStep, workspace_sizes: dict[str, int]) -> None
             raise bad(f"{step.batches} batches, {m.batch_stride} elements apart")
     (rows, depth), (other, columns) = ((m.columns, m.rows) if m.transposed else (m.rows, m.columns) for m in (step.a, step.b))
     results = [step.d] if step.addend is None else [step.d, step.addend]
+    if step.algorithm.split_k > MAX_SPLIT_K:  # cuBLASLt's own check lets a billion pass
+        raise bad(f"a sum in {step.algorithm.split_k} parts; at most {MAX_SPLIT_K} are allowed")
     if depth != other or any((m.rows, m.columns, m.transposed) != (rows, columns, False) for m in results):
         raise bad(f"a product of {rows} x {depth} and {other} x {columns} is not {step.d.rows} x {step.d.columns}")
     if isinstance(step.d.base, InputArg):

@@ -55,10 +55,20 @@ constexpr bool GRID = PARTS > C;
 constexpr int DEPTH = @DEPTH@, FIRST_AHEAD = @FIRST_AHEAD@, ROUND = V - FIRST_AHEAD;  // of the bias: pieces before are held
 constexpr int KEPT_BIAS = B_AT == REGISTERS ? V : B_AT == AHEAD && FIRST_AHEAD > 0 ? FIRST_AHEAD : 1;
 static_assert(B_AT != AHEAD || ROUND % DEPTH == 0, "turns of the pieces read ahead");
+// Slots that are filled again in a row's turns. The others wait until the row is measured: then they are what the memory does
+// while moments travel.
+constexpr bool LATE = @LATE@;
+constexpr int EARLY = !LATE ? NC - 1 : NC > SLOTS ? NC - SLOTS : 0;
 constexpr int PARAMETER_BYTES = int(SHARE) * 16;
 INLINE words parameter(const W* from, const ring& in, int i) {
   words r = {};
-  if (in.has(i)) *reinterpret_cast<uint4*>(&r) = __ldg(reinterpret_cast<const uint4*>(from + in.at(i)));
+  if (!in.has(i)) return r;
+  // Read again for every row: it should stay in L2, which rows only pass through.
+  uint64_t often;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
+  asm("ld.global.nc.L1::no_allocate.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+      : "=r"(r.w[0]), "=r"(r.w[1]), "=r"(r.w[2]), "=r"(r.w[3])
+      : "l"(from + in.at(i)), "l"(often));
   return r;
 }
 """
@@ -148,7 +158,7 @@ layer_norm("""
         in.wait_full();
 #pragma unroll
         for (int p = 0; p < P; ++p) v[c * P + p] = in.has(c * P + p) ? in.piece(p) : filled(nothing());
-        in.give_back(c > 0);
+        in.give_back(c > 0 && c <= EARLY);
 #pragma unroll
         for (int p = 0; p < P; ++p)
 #pragma unroll
@@ -156,6 +166,11 @@ layer_norm("""
       }
     }
     if (!more) break;
+    if (LATE) {
+#pragma unroll 1
+      for (int c = EARLY; c < NC; ++c) in.send();
+      __syncwarp();
+    }
     const float m0 = over_warp<total>((s[0] + s[1]) + (s[2] + s[3]));
     forget(v);
     float a[4] = {}, q[4] = {};
@@ -172,7 +187,7 @@ layer_norm("""
     forget(v);
     const float a0 = over_warp<total>((a[0] + a[1]) + (a[2] + a[3])), q0 = over_warp<total>((q[0] + q[1]) + (q[2] + q[3]));
     const float4 mine = make_float4(m0, a0, q0 - a0 * a0, share);
-    in.send();
+    if (!LATE) in.send();
     __syncwarp();
     float4 found;
     @EXCHANGE@
@@ -227,11 +242,11 @@ _OF_GRID = """{
     }"""
 
 
-def _filled(ring: Ring, weight_at: int, bias_at: int, first_ahead: int = 0, depth: int = 1) -> str:
+def _filled(ring: Ring, weight_at: int, bias_at: int, first_ahead: int = 0, depth: int = 1, late: bool = False) -> str:
     grid = ring.parts > ring.cluster
     values = {
         "W_AT": str(weight_at), "B_AT": str(bias_at), "DEPTH": str(depth), "FIRST_AHEAD": str(first_ahead),
-        "GRID_PARAMETERS": ", float4* parts, uint32_t* arrived" if grid else "", "EXCHANGE": _OF_GRID if grid else _OF_CLUSTER,
+        "LATE": "true" if late else "false", "GRID_PARAMETERS": ", float4* parts, uint32_t* arrived" if grid else "", "EXCHANGE": _OF_GRID if grid else _OF_CLUSTER,
     }  # fmt: skip
     body = _BODY
     for name, value in values.items():
@@ -261,9 +276,11 @@ def of_cluster(kernel: RowKernel, ring: Ring, parameters: int, kept: int) -> Can
     return Candidate("cuda", source, LaunchPlan(PLAN_VERSION, (step,)), idea, AUTHOR, NAME, dict(words))
 
 
-def of_grid(kernel: RowKernel, threads: int, pieces: int, held: int, depth: int, parameters: int) -> Candidate | None:
+def of_grid(
+    kernel: RowKernel, threads: int, pieces: int, held: int, depth: int, late: bool, parameters: int
+) -> Candidate | None:
     """The grid a row: the weight in shared memory, `held` pieces of the bias a thread in registers and `depth` on the way from
-    L2 (more are held where the others could not take turns)."""
+    L2 (more are held where the others could not take turns). `late`: slots are filled again while moments travel."""
     share = -(-(kernel.shape.length // kernel.shape.elements) // PROCESSORS)
     ring = Ring(PROCESSORS, threads, pieces, 1, -(-share * VECTOR_BYTES // 128) * 128 if parameters else 0)
     vectors = ring.vectors(kernel.shape)
@@ -272,7 +289,7 @@ def of_grid(kernel: RowKernel, threads: int, pieces: int, held: int, depth: int,
     held += (vectors - held) % depth
     if held + depth > vectors:
         held, depth = 0, vectors
-    source = ring_source(kernel, ring, _filled(ring, _SHARED, _AHEAD, held, depth))
+    source = ring_source(kernel, ring, _filled(ring, _SHARED, _AHEAD, held, depth, late))
     args: tuple[KernelArg, ...] = (*kernel.args, WorkspaceArg("parts"), WorkspaceArg("arrived"))
     step = KernelStep(
         kernel.entry, (PROCESSORS, 1, 1), (ring.threads, 1, 1), args, shared_bytes=ring.shared_bytes, cooperative=True
@@ -281,7 +298,7 @@ def of_grid(kernel: RowKernel, threads: int, pieces: int, held: int, depth: int,
         Workspace("parts", 16 * PROCESSORS * kernel.rows), Workspace("arrived", 4 * kernel.rows, zeroed=True)
     )  # fmt: skip
     idea = f"A row in the registers of all multiprocessors, the next in {ring.slots} slots of their shared memory."
-    words = {"threads": threads, "pieces": pieces, "held": held, "depth": depth}
+    words = {"threads": threads, "pieces": pieces, "held": held, "depth": depth, "late": late}
     return Candidate("cuda", source, LaunchPlan(PLAN_VERSION, (step,), workspaces), idea, AUTHOR, GRID_NAME, dict(words))
 
 
@@ -291,7 +308,10 @@ _RINGS = (
     Ring(1, 256, 2, 3), Ring(1, 128, 2, 4), Ring(2, 512, 2),
 )  # fmt: skip
 # 384 threads have 168 registers each, of which less goes into addresses than of the 128 that 512 have.
-_GRIDS = ((384, 1, 1, 5), (384, 3, 1, 5), (384, 1, 0, 7), (384, 3, 0, 7), (384, 1, 0, 3), (512, 1, 0, 4))
+_GRIDS = (
+    (384, 3, 1, 5, True), (384, 1, 1, 5, True), (384, 1, 0, 3, True), (384, 3, 0, 3, True), (384, 7, 0, 7, True),
+    (512, 1, 0, 4, True), (384, 3, 1, 5, False),
+)  # fmt: skip
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
