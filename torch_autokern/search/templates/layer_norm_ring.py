@@ -26,43 +26,20 @@ _LEAST_GRID_PIECES = PROCESSORS * 480  # shorter rows leave threads of the grid 
 _REGISTERS, _SHARED, _AHEAD = 1, 2, 3  # where parameters are kept
 _OTHER_REGISTERS = 44
 
-# Over a warp.
-MERGED = """// Of moments {mean, what is missing of it, variance, share of the elements}, K in each lane: {mean of all without
-// care, what is missing of it, variance, the first again}. Shares are rounded, so distances are taken from about the mean of
-// all: from any one of the means they could be long.
-template <int K> INLINE float4 merged(const float4 (&e)[K]) {
-  float plain = 0.0f, rest = 0.0f, var = 0.0f;
-#pragma unroll
-  for (int i = 0; i < K; ++i)
-    if (e[i].w > 0.0f) plain = fmaf(e[i].w, e[i].x, plain);
-  plain = over_warp<total>(plain);
-#pragma unroll
-  for (int i = 0; i < K; ++i)
-    if (e[i].w > 0.0f) rest = fmaf(e[i].w, (e[i].x - plain) + beside(e[i].x, e[i].y), rest);
-  rest = over_warp<total>(rest);
-#pragma unroll
-  for (int i = 0; i < K; ++i)
-    if (e[i].w > 0.0f) {
-      const float away = ((e[i].x - plain) + beside(e[i].x, e[i].y)) - rest;
-      var = fmaf(e[i].w, fmaf(away, away, e[i].z), var);
-    }
-  return make_float4(plain, rest, over_warp<total>(var), plain);
-}
-"""
 _BODY = (
     """constexpr int REGISTERS = 1, SHARED = 2, AHEAD = 3, W_AT = HAS_WEIGHT ? @W_AT@ : 0, B_AT = HAS_BIAS ? @B_AT@ : 0;
 constexpr bool GRID = PARTS > C;
 constexpr int DEPTH = @DEPTH@, FIRST_AHEAD = @FIRST_AHEAD@, ROUND = V - FIRST_AHEAD;  // of the bias: pieces before are held
 constexpr int KEPT_BIAS = B_AT == REGISTERS ? V : B_AT == AHEAD && FIRST_AHEAD > 0 ? FIRST_AHEAD : 1;
 static_assert(B_AT != AHEAD || ROUND % DEPTH == 0, "turns of the pieces read ahead");
-// Slots that are filled again in a row's turns. The others wait until the row is measured: then they are what the memory does
-// while moments travel.
-constexpr bool LATE = @LATE@;
-constexpr int EARLY = !LATE ? NC - 1 : NC > SLOTS ? NC - SLOTS : 0;
 constexpr int PARAMETER_BYTES = int(SHARE) * 16;
 INLINE words parameter(const W* from, const ring& in, int i) {
   words r = {};
   if (!in.has(i)) return r;
+  if (B_AT != AHEAD) {
+    *reinterpret_cast<uint4*>(&r) = __ldg(reinterpret_cast<const uint4*>(from + in.at(i)));
+    return r;
+  }
   // Read again for every row: it should stay in L2, which rows only pass through.
   uint64_t often;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(often));
@@ -71,9 +48,28 @@ INLINE words parameter(const W* from, const ring& in, int i) {
       : "l"(from + in.at(i)), "l"(often));
   return r;
 }
-"""
-    + MERGED
-    + """extern "C" __global__ void __launch_bounds__(THREADS, @RESIDENTS@)
+// Of moments {mean, what is missing of it, variance, share of the elements}, K in each lane: {mean of the first, what is
+// missing of the mean of all, variance, the mean of all without care}. The last is right where the mean is not finite.
+template <int K> INLINE float4 merged(const float4 (&e)[K]) {
+  const float m0 = __shfl_sync(~0u, e[0].x, 0);
+  float rest = 0.0f, plain = 0.0f, var = 0.0f;
+#pragma unroll
+  for (int i = 0; i < K; ++i)
+    if (e[i].w > 0.0f) {
+      rest = fmaf(e[i].w, (e[i].x - m0) + beside(e[i].x, e[i].y), rest);
+      plain = fmaf(e[i].w, e[i].x, plain);
+    }
+  rest = over_warp<total>(rest);
+  plain = over_warp<total>(plain);
+#pragma unroll
+  for (int i = 0; i < K; ++i)
+    if (e[i].w > 0.0f) {
+      const float away = ((e[i].x - m0) + beside(e[i].x, e[i].y)) - rest;
+      var = fmaf(e[i].w, fmaf(away, away, e[i].z), var);
+    }
+  return make_float4(m0, rest, over_warp<total>(var), plain);
+}
+extern "C" __global__ void __launch_bounds__(THREADS, @RESIDENTS@)
 layer_norm("""
     + SIGNATURE
     + """@GRID_PARAMETERS@) {
@@ -158,7 +154,7 @@ layer_norm("""
         in.wait_full();
 #pragma unroll
         for (int p = 0; p < P; ++p) v[c * P + p] = in.has(c * P + p) ? in.piece(p) : filled(nothing());
-        in.give_back(c > 0 && c <= EARLY);
+        in.give_back(c > 0);
 #pragma unroll
         for (int p = 0; p < P; ++p)
 #pragma unroll
@@ -166,11 +162,6 @@ layer_norm("""
       }
     }
     if (!more) break;
-    if (LATE) {
-#pragma unroll 1
-      for (int c = EARLY; c < NC; ++c) in.send();
-      __syncwarp();
-    }
     const float m0 = over_warp<total>((s[0] + s[1]) + (s[2] + s[3]));
     forget(v);
     float a[4] = {}, q[4] = {};
@@ -187,7 +178,7 @@ layer_norm("""
     forget(v);
     const float a0 = over_warp<total>((a[0] + a[1]) + (a[2] + a[3])), q0 = over_warp<total>((q[0] + q[1]) + (q[2] + q[3]));
     const float4 mine = make_float4(m0, a0, q0 - a0 * a0, share);
-    if (!LATE) in.send();
+    in.send();
     __syncwarp();
     float4 found;
     @EXCHANGE@
@@ -242,11 +233,11 @@ _OF_GRID = """{
     }"""
 
 
-def _filled(ring: Ring, weight_at: int, bias_at: int, first_ahead: int = 0, depth: int = 1, late: bool = False) -> str:
+def _filled(ring: Ring, weight_at: int, bias_at: int, first_ahead: int = 0, depth: int = 1) -> str:
     grid = ring.parts > ring.cluster
     values = {
         "W_AT": str(weight_at), "B_AT": str(bias_at), "DEPTH": str(depth), "FIRST_AHEAD": str(first_ahead),
-        "LATE": "true" if late else "false", "GRID_PARAMETERS": ", float4* parts, uint32_t* arrived" if grid else "", "EXCHANGE": _OF_GRID if grid else _OF_CLUSTER,
+        "GRID_PARAMETERS": ", float4* parts, uint32_t* arrived" if grid else "", "EXCHANGE": _OF_GRID if grid else _OF_CLUSTER,
     }  # fmt: skip
     body = _BODY
     for name, value in values.items():
@@ -276,11 +267,9 @@ def of_cluster(kernel: RowKernel, ring: Ring, parameters: int, kept: int) -> Can
     return Candidate("cuda", source, LaunchPlan(PLAN_VERSION, (step,)), idea, AUTHOR, NAME, dict(words))
 
 
-def of_grid(
-    kernel: RowKernel, threads: int, pieces: int, held: int, depth: int, late: bool, parameters: int
-) -> Candidate | None:
+def of_grid(kernel: RowKernel, threads: int, pieces: int, held: int, depth: int, parameters: int) -> Candidate | None:
     """The grid a row: the weight in shared memory, `held` pieces of the bias a thread in registers and `depth` on the way from
-    L2 (more are held where the others could not take turns). `late`: slots are filled again while moments travel."""
+    L2 (more are held where the others could not take turns)."""
     share = -(-(kernel.shape.length // kernel.shape.elements) // PROCESSORS)
     ring = Ring(PROCESSORS, threads, pieces, 1, -(-share * VECTOR_BYTES // 128) * 128 if parameters else 0)
     vectors = ring.vectors(kernel.shape)
@@ -289,7 +278,7 @@ def of_grid(
     held += (vectors - held) % depth
     if held + depth > vectors:
         held, depth = 0, vectors
-    source = ring_source(kernel, ring, _filled(ring, _SHARED, _AHEAD, held, depth, late))
+    source = ring_source(kernel, ring, _filled(ring, _SHARED, _AHEAD, held, depth))
     args: tuple[KernelArg, ...] = (*kernel.args, WorkspaceArg("parts"), WorkspaceArg("arrived"))
     step = KernelStep(
         kernel.entry, (PROCESSORS, 1, 1), (ring.threads, 1, 1), args, shared_bytes=ring.shared_bytes, cooperative=True
@@ -298,7 +287,7 @@ def of_grid(
         Workspace("parts", 16 * PROCESSORS * kernel.rows), Workspace("arrived", 4 * kernel.rows, zeroed=True)
     )  # fmt: skip
     idea = f"A row in the registers of all multiprocessors, the next in {ring.slots} slots of their shared memory."
-    words = {"threads": threads, "pieces": pieces, "held": held, "depth": depth, "late": late}
+    words = {"threads": threads, "pieces": pieces, "held": held, "depth": depth}
     return Candidate("cuda", source, LaunchPlan(PLAN_VERSION, (step,), workspaces), idea, AUTHOR, GRID_NAME, dict(words))
 
 
@@ -308,10 +297,7 @@ _RINGS = (
     Ring(1, 256, 2, 3), Ring(1, 128, 2, 4), Ring(2, 512, 2),
 )  # fmt: skip
 # 384 threads have 168 registers each, of which less goes into addresses than of the 128 that 512 have.
-_GRIDS = (
-    (384, 3, 1, 5, True), (384, 1, 1, 5, True), (384, 1, 0, 3, True), (384, 3, 0, 3, True), (384, 7, 0, 7, True),
-    (512, 1, 0, 4, True), (384, 3, 1, 5, False),
-)  # fmt: skip
+_GRIDS = ((384, 1, 1, 5), (384, 3, 1, 5), (384, 1, 0, 7), (384, 3, 0, 7), (384, 1, 0, 3), (512, 1, 0, 4))
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:
