@@ -3,8 +3,9 @@
     python -m benchmarks.prebuilt_packs --name NAME [--sets minilm,half] [--threads 2] [--budget MINUTES] [--store FOLDER]
 
 Stop it at any time: the store is kept, and the same command goes on with it. ``--budget 0`` searches nothing and packs what the
-store has. Written are ``torch_autokern/packs/NAME.akpack``, its id into ``torch_autokern/store/shipped.py``, and the table in
-``docs/prebuilt-packs.md``, all made from the packs that lie there. Nothing is measured again: times are those of the evidence.
+store has, which another machine may have proved. Written are ``torch_autokern/packs/NAME.akpack``, its id into
+``torch_autokern/store/shipped.py``, and the table in ``docs/prebuilt-packs.md``, all made from the packs that lie there.
+Nothing is measured again: times are those of the evidence.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TABLE = ROOT / "docs" / "prebuilt-packs.md"
 LIMIT_BYTES = 20_000_000
 DEVICE_SETS: dict[DeviceType, tuple[str, ...]] = {
     "cpu": ("minilm", "cpu_table", "cpu_matmul", "half", "backward"),
-    "cuda": ("headline", "gpu_table"),
+    "cuda": ("headline", "gpu_table", "products"),
 }
 _INTRO = """\
 # Packs that come with this package
@@ -190,9 +191,8 @@ def main(arguments: list[str]) -> None:
     store = (options.store or ROOT / "build" / "prebuilt" / options.name).absolute()
     store.mkdir(mode=0o700, parents=True, exist_ok=True)
     counts = [int(words) for words in options.threads.split(",") if words] or [torch.get_num_threads()]
-    print(
-        f"{utc_date()}, {describe_device(options.device)}, torch {stock_build()}: {len(keys)} keys, store {store}", flush=True
-    )
+    here = f"{describe_device(options.device)}, torch {stock_build()}" if options.budget > 0 else "no search"
+    print(f"{utc_date()}, {here}: {len(keys)} keys, store {store}", flush=True)
     for threads in counts if options.budget > 0 else ():
         torch.set_num_threads(threads)
         search(keys, threads, store, options.budget / len(counts))
