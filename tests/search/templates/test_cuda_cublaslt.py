@@ -122,6 +122,8 @@ def test_every_algorithm_runs_on_the_current_stream(name: str) -> None:
         kernel = load(candidate.plan, key)
         given = [*tensors[:-2], first, tensors[-1]]
         (before,) = kernel.run(given)  # loads what the library loads lazily
+        with torch.cuda.stream(stream):
+            kernel.run(given)  # and memory of this stream is there
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(400_000_000)
