@@ -297,7 +297,7 @@ _RINGS = (
     Ring(1, 256, 2, 3), Ring(1, 128, 2, 4), Ring(2, 512, 2),
 )  # fmt: skip
 # 384 threads have 168 registers each, of which less goes into addresses than of the 128 that 512 have.
-_GRIDS = ((384, 1, 1, 5), (384, 3, 1, 5), (384, 1, 0, 7), (384, 3, 0, 7), (384, 1, 0, 3), (512, 1, 0, 4))
+_GRIDS = ((384, 3, 1, 5), (384, 1, 0, 3), (384, 1, 1, 5), (384, 1, 0, 7), (384, 3, 0, 7), (512, 1, 0, 4))
 
 
 def propose(key: KernelKey, target: Target) -> list[Candidate]:

@@ -101,6 +101,8 @@ def of_block(kernel: RowKernel, threads: int, registers: int, streaming: bool) -
     shared = kept * threads * VECTOR_BYTES
     if kept < 1 or shared > _SHARED_BYTES or 4 * registers + _OTHER_REGISTERS > 65536 // threads:
         return None
+    if kernel.shape.item_bytes == 2 and registers > 12:  # they spill
+        return None
     team = Team(threads, threads, registers)
     source = prelude(kernel.shape, kernel.rows, team, kernel.dtypes, streaming=streaming) + kernel.code + WORDS + _BODY
     step = KernelStep(kernel.entry, (kernel.rows, 1, 1), (threads, 1, 1), kernel.args, shared_bytes=shared)
