@@ -7,31 +7,44 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch_autokern.report.measurement import Measurement, load_measurement
+from torch_autokern.report.measurement import Measurement, Row, load_measurement
 from torch_autokern.report.tables import milliseconds
 
 ROOT = Path(__file__).parents[1]
 BEGIN, END = "<!-- results: begin", "<!-- results: end -->"
 
 
+def _head(result: Measurement, more: str = "") -> list[str]:
+    return [
+        f"{result.device}, torch {result.versions['torch']}, {result.date[:10]}. Milliseconds; ratio is stock over autokern",
+        f"with its 99 % interval; {more}errors are the largest, against float64.",
+        "",
+    ]
+
+
+def _ratio(row: Row) -> str:
+    high = "" if row.ratio_high is None else f", {row.ratio_high:.2f}"
+    return f"{row.ratio:.2f}x [{row.ratio_low:.2f}{high}]"
+
+
+def _served(row: Row) -> str:
+    return "yes" if row.served is True else f"no: `{row.served}`"
+
+
 def headline_lines(result: Measurement) -> list[str]:
     """The GPU's table in Markdown: the fastest other library and the time of the bytes alone beside stock and ours."""
     lines = [
-        f"{result.device}, torch {result.versions['torch']}, {result.date[:10]}. Milliseconds; ratio is stock over autokern",
-        "with its 99 % interval; limit is what moving the bytes takes; errors are the largest, against float64.",
-        "",
+        *_head(result, "limit is what moving the bytes takes; "),
         "| case | stock | autokern | ratio | best other library | limit | error | stock's error | served |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for row in result.rows:
-        high = "" if row.ratio_high is None else f", {row.ratio_high:.2f}"
-        served = "yes" if row.served is True else f"no: `{row.served}`"
         peer = "" if row.best_peer_ms is None else f"{milliseconds(row.best_peer_ms)} ({row.best_peer})"
         limit = "" if row.limit_ms is None else milliseconds(row.limit_ms)
         lines.append(
             f"| {row.case} | {milliseconds(row.stock_ms)} | {milliseconds(row.autokern_ms)} | "
-            f"{row.ratio:.2f}x [{row.ratio_low:.2f}{high}] | {peer} | {limit} | "
-            f"{row.error:.1e} | {row.stock_error:.1e} | {served} |"
+            f"{_ratio(row)} | {peer} | {limit} | "
+            f"{row.error:.1e} | {row.stock_error:.1e} | {_served(row)} |"
         )
     return lines
 
@@ -39,19 +52,15 @@ def headline_lines(result: Measurement) -> list[str]:
 def demo_lines(result: Measurement) -> list[str]:
     """The demo's table in Markdown, and its model in a sentence."""
     lines = [
-        f"{result.device}, torch {result.versions['torch']}, {result.date[:10]}. Milliseconds; ratio is stock over autokern",
-        "with its 99 % interval; errors are the largest, against float64.",
-        "",
+        *_head(result),
         "| case | output pages | stock | autokern | ratio | error | stock's error | served |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in result.rows:
         pages = ", ".join(part for part in (row.pages, row.note) if part)
-        high = "" if row.ratio_high is None else f", {row.ratio_high:.2f}"
-        served = "yes" if row.served is True else f"no: `{row.served}`"
         lines.append(
             f"| {row.case} | {pages} | {milliseconds(row.stock_ms)} | {milliseconds(row.autokern_ms)} | "
-            f"{row.ratio:.2f}x [{row.ratio_low:.2f}{high}] | {row.error:.1e} | {row.stock_error:.1e} | {served} |"
+            f"{_ratio(row)} | {row.error:.1e} | {row.stock_error:.1e} | {_served(row)} |"
         )
     model = result.model
     if model is not None:

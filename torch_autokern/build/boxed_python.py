@@ -30,8 +30,9 @@ def run_child(
 ) -> BoxResult:
     """Run `script` with `request` on its standard input, in the box.
 
-    The script may import its neighbours. `packages` maps import names (with `/` for a package inside a namespace) to where they are installed: those, the standard
-    library and the system's libraries are all that it can read. It writes into `scratch`, its working folder.
+    `packages` maps import names (with `/` for a package inside a namespace) to where they are installed: those, the standard
+    library, the system's libraries and the script's own folder, whose modules it may import, are all that it can read. It
+    writes into `scratch`, its working folder.
 
     Raises:
         BoxError: the box could not be set up.

@@ -104,6 +104,10 @@ INLINE void wait(uint32_t bar, uint32_t parity) {
 }
 // A piece as the four registers that it fills: an array of half types would take a register for each element.
 struct alignas(16) words { uint32_t w[4]; };
+INLINE words taken(const T* p) {
+  pieces<T> r = load_piece_once(p);
+  return *reinterpret_cast<words*>(&r);
+}
 INLINE float part_of(uint32_t w, bool high, float) { return __uint_as_float(w); }
 INLINE float part_of(uint32_t w, bool high, __nv_bfloat16) { return __uint_as_float(high ? w & 0xFFFF0000u : w << 16); }
 INLINE float part_of(uint32_t w, bool high, __half) {

@@ -1,9 +1,9 @@
 """Softmax and log-softmax of long rows on Hopper: one block a row, a part of it in registers and the rest in shared memory.
 
 256 KB of a row fit into one multiprocessor so. A cluster of two blocks would hold them in registers alone, but has to find two
-multiprocessors free at once and to exchange over both: on an H200 that costs a copy of (4096, 65536) float32 3.5 % and the
-exchange another 3 %. Each thread copies its own pieces into shared memory (`cp.async`), so nobody waits for others' copies; the
-one barrier of the block is that of the reduction (`softmax_ring`: each warp measures from its own maximum).
+multiprocessors free at once and to exchange over both (benchmarks/notes/gpu_kernels.md, round 5). Each thread copies its own
+pieces into shared memory (`cp.async`), so nobody waits for others' copies; the one barrier of the block is that of the reduction
+(`softmax_ring`: each warp measures from its own maximum).
 """
 
 from __future__ import annotations
@@ -26,10 +26,6 @@ _BODY = (
     ONE_EXCHANGE
     + """constexpr int KEPT = @KEPT@;  // pieces a thread in shared memory, after V in registers
 constexpr int64_t ALL = D / E;
-INLINE words taken(const T* p) {
-  pieces<T> r = load_piece_once(p);
-  return *reinterpret_cast<words*>(&r);
-}
 // Read anew in every pass: the compiler would keep what it has read, in registers that are not there.
 INLINE words again(const words* p) {
   words r;
@@ -121,7 +117,7 @@ def propose(key: KernelKey, target: Target) -> list[Candidate]:
         return []
     if shape.length * shape.item_bytes < _LEAST_BYTES:
         return []
-    # Without hints first: marked as not worth keeping, (4096, 65536) float32 takes 2.7 % longer on an H200.
+    # Without hints first: on an H200 (4096, 65536) float32 is slower where it is marked as not worth keeping.
     made = [of_block(kernel, *block, False) for block in _BLOCKS]
     if kernel.streaming:
         made.append(of_block(kernel, *_BLOCKS[0], True))

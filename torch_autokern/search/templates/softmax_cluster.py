@@ -24,11 +24,7 @@ _LEAST_PIECES = 4  # 16 bytes each, a thread: fewer are too few loads in flight
 
 _BODY = (
     ONE_EXCHANGE
-    + """INLINE words taken(const T* p) {
-  pieces<T> r = load_piece_once(p);
-  return *reinterpret_cast<words*>(&r);
-}
-extern "C" __global__ void __launch_bounds__(THREADS, @RESIDENTS@)
+    + """extern "C" __global__ void __launch_bounds__(THREADS, @RESIDENTS@)
 softmax(const T* __restrict__ x, O* __restrict__ y) {
   __shared__ __align__(8) uint64_t bars[2];
   __shared__ __align__(16) float4 slots[2 * C * WARPS];
