@@ -2,8 +2,8 @@
 
 256 KB of a row fit into one multiprocessor so. A cluster of two blocks would hold them in registers alone, but has to find two
 multiprocessors free at once and to exchange over both (benchmarks/notes/gpu_kernels.md, round 5). Each thread copies its own
-pieces into shared memory (`cp.async`), so nobody waits for others' copies; the one barrier of the block is that of the reduction
-(`softmax_ring`: each warp measures from its own maximum).
+pieces into shared memory (`cp.async`), so nobody waits for others' copies; the one barrier of the block is that of the
+reduction (`softmax_ring`: each warp measures from its own maximum).
 """
 
 from __future__ import annotations
